@@ -1,0 +1,327 @@
+"""params.yaml as frozen models: unknown keys are refused, every field says what it means and its unit."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import INITIAL, check_iteration
+
+Dtype = Literal["float32", "bfloat16"]
+EngineName = Literal["auto", "vllm", "transformers"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
+class Section(BaseModel):
+    """Base of every section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class IterationConfig(Section):
+    """One link of the chain."""
+
+    previous: str = Field(description="Id of the policy that is sampled and updated.")
+    reference: str = Field(default=INITIAL, description="Id of the policy that the KL is taken to.")
+    evaluate: bool = Field(default=True, description="Whether the updated policy is evaluated.")
+
+
+class SourceConfig(Section):
+    """A file or directory of the user's own that a stage reads."""
+
+    path: Path = Field(description="File or directory, relative to the project.")
+    used_by: Literal["policy", "prompts", "rewards"] = Field(description="The params section that names it.")
+
+
+class PolicyConfig(Section):
+    """The initial policy, which is also the reference of the first iteration."""
+
+    model: str = Field(
+        description="Hub id, local directory, or package:<python package>[/<file>.gguf] for weights in a package."
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = Field(default=False, description="Whether code that comes with the model may run.")
+
+
+class DatasetConfig(Section):
+    """Where prompts come from: exactly one of file, hub and generator."""
+
+    file: Path | None = Field(default=None, description="A .jsonl, .csv or .parquet file.")
+    hub: str | None = Field(default=None, description="Id of a dataset on the hub.")
+    name: str | None = Field(default=None, description="Configuration name of the hub dataset.")
+    split: str | None = Field(default=None, description="Split of the hub dataset.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of the hub dataset.")
+    generator: str | None = Field(
+        default=None, description="path/file.py:callable or module:callable that returns a list of rows."
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the generator.")
+    fraction: float | None = Field(
+        default=None, gt=0, lt=1, description="For eval alone: share of the train rows that is held out instead."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one_origin(self) -> Self:
+        origins = {"file": self.file, "hub": self.hub, "generator": self.generator, "fraction": self.fraction}
+        given = [key for key, value in origins.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"name exactly one of {', '.join(origins)}; given: {', '.join(given) or 'none'}")
+        if self.hub is not None and self.split is None:
+            raise ValueError("a hub dataset needs its split, as in split: train")
+        return self
+
+
+class PromptsConfig(Section):
+    """Prompts to train on and held-out prompts to evaluate on."""
+
+    train: DatasetConfig = Field(description="Prompts to train on.")
+    eval: DatasetConfig = Field(description="Held-out prompts, never trained on.")
+    prompt_column: str = Field(default="prompt", description="Column with the prompt: a string or messages.")
+    system_prompt: str | None = Field(
+        default=None, description="System message put before every prompt (which makes it conversational)."
+    )
+    max_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="Longest prompt kept, tokens; null: what the policy's context allows."
+    )
+
+    @model_validator(mode="after")
+    def _fraction_is_for_eval(self) -> Self:
+        if self.train.fraction is not None:
+            raise ValueError("train.fraction: only eval can be a fraction, of the train rows")
+        return self
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    engine: EngineName = Field(default="auto", description="Who generates; auto: vllm where it can be imported.")
+    dtype: Dtype = Field(default="float32", description="Precision of the weights in the engine.")
+    max_tokens: int = Field(ge=1, description="Longest completion, tokens.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; logits are divided by it.")
+    prompts_per_shard: int = Field(default=64, ge=1, description="Prompts whose completions make one Parquet file.")
+
+
+class RolloutsConfig(SamplingConfig):
+    """K completions for each of P prompts."""
+
+    completions_per_prompt: int = Field(ge=1, description="K, completions per prompt.")
+    prompts_per_iteration: int = Field(ge=1, description="P, prompts per iteration.")
+    top_p: float = Field(default=1.0, description="Must stay 1: nucleus sampling is refused for training rollouts.")
+    top_k: int = Field(default=0, description="Must stay 0: top-k sampling is refused for training rollouts.")
+    min_p: float = Field(default=0.0, description="Must stay 0: min-p sampling is refused for training rollouts.")
+    repetition_penalty: float = Field(default=1.0, description="Must stay 1: penalties are refused.")
+
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> Self:
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        for key, value in neutral.items():
+            if getattr(self, key) != value:
+                raise ValueError(
+                    f"{key}={getattr(self, key)} is refused: it would sample from a renormalized distribution that "
+                    f"the trainer's log-probs are not of, so the gradient would be wrong; leave {key} at {value}"
+                )
+        return self
+
+
+class LogprobsConfig(Section):
+    """Log-probs of policy and reference for every sampled token."""
+
+    reference: bool = Field(default=True, description="Whether the reference is scored too; false needs beta 0.")
+    dtype: Dtype = Field(default="float32", description="Precision of the forward pass; log-softmax is float32.")
+
+
+class RewardConfig(Section):
+    """One component of the reward: exactly one of function and model."""
+
+    name: Name = Field(description="Name of the component; its column is reward/<name>.")
+    function: str | None = Field(
+        default=None, description="path/file.py:callable or module:callable, called as TRL calls reward functions."
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
+    model: str | None = Field(
+        default=None, description="Hub id or directory of a sequence classification model with one logit."
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
+    weight: float = Field(default=1.0, description="Weight in the sum.")
+
+    @model_validator(mode="after")
+    def _exactly_one_scorer(self) -> Self:
+        if (self.function is None) == (self.model is None):
+            raise ValueError(f"reward {self.name}: name exactly one of function and model")
+        return self
+
+
+class AdvantagesConfig(Section):
+    """Leave-one-out advantages with the KL folded into the reward."""
+
+    baseline: Literal["leave_one_out"] = Field(
+        default="leave_one_out", description="What is subtracted from a completion's reward."
+    )
+    beta: float = Field(default=0.0, ge=0, description="Weight of the KL penalty, reward units per nat.")
+    kl_normalization: Literal["none", "length"] = Field(
+        default="none", description="none: KL of the whole completion; length: divided by its tokens."
+    )
+    reward_clip_range: tuple[float, float] | None = Field(
+        default=None, description="Lowest and highest reward, the rest is clipped; null: no clipping."
+    )
+
+    @field_validator("reward_clip_range")
+    @classmethod
+    def _ordered(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("the lowest must be less than the highest")
+        return value
+
+
+class UpdateConfig(Section):
+    """One strictly on-policy step of AdamW."""
+
+    learning_rate: float = Field(ge=0, description="Peak learning rate.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the rate rises linearly to its peak.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the rate falls after the warm-up."
+    )
+    schedule_steps: int | None = Field(
+        default=None, ge=1, description="Step at which a linear or cosine schedule reaches 0; null for constant."
+    )
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipped to; null: off.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    dtype: Dtype = Field(default="float32", description="Precision of the passes; master weights are float32.")
+    sampler_tolerance: float = Field(
+        default=1e-2,
+        gt=0,
+        description="Largest gap per token between sampler and recomputed log-probs in float32, nats.",
+    )
+
+    @model_validator(mode="after")
+    def _schedule_has_its_end(self) -> Self:
+        if self.schedule != "constant":
+            if self.schedule_steps is None:
+                raise ValueError(f"schedule {self.schedule} needs schedule_steps, the step at which the rate is 0")
+            if self.schedule_steps <= self.warmup_steps:
+                raise ValueError("schedule_steps must be more than warmup_steps")
+        return self
+
+
+class EvaluateConfig(SamplingConfig):
+    """Held-out prompts, n samples each."""
+
+    samples_per_prompt: int = Field(default=1, ge=1, description="n, samples per held-out prompt.")
+    pass_k: tuple[int, ...] = Field(default=(1,), description="The k of pass@k, each at most samples_per_prompt.")
+    pass_threshold: float = Field(default=1.0, description="A sample passes if its reward is at least this.")
+    bootstrap_resamples: int = Field(default=2000, ge=100, description="Resamples of prompts for the intervals.")
+
+    @model_validator(mode="after")
+    def _k_fits(self) -> Self:
+        for k in self.pass_k:
+            if not 1 <= k <= self.samples_per_prompt:
+                raise ValueError(f"pass_k: {k} is not between 1 and samples_per_prompt ({self.samples_per_prompt})")
+        return self
+
+
+class ExecutionConfig(Section):
+    """Whatever cannot change results: no stage depends on it."""
+
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; null: all cores.")
+    logprobs_batch_tokens: int = Field(default=8192, ge=1, description="Padded tokens of one forward pass.")
+    update_microbatch_tokens: int = Field(default=4096, ge=1, description="Padded tokens of one backward pass.")
+    rewards_batch_tokens: int = Field(default=8192, ge=1, description="Padded tokens of a reward model's pass.")
+    generation_batch_size: int = Field(default=64, ge=1, description="Rows at once in the transformers engine.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1, description="Share of the GPU for vLLM.")
+    cpu_kv_cache_gib: int = Field(default=1, ge=1, description="KV cache of vLLM on a CPU, GiB.")
+
+
+class Params(Section):
+    """The whole of params.yaml."""
+
+    seed: int = Field(ge=0, description="Every random choice is derived from it.")
+    iterations: dict[str, IterationConfig] = Field(description="The chain, by four-digit id.")
+    sources: dict[Name, SourceConfig] = Field(
+        default_factory=dict, description="Files of the user's own that stages read: editing one reruns its users."
+    )
+    policy: PolicyConfig
+    prompts: PromptsConfig
+    rollouts: RolloutsConfig
+    logprobs: LogprobsConfig = LogprobsConfig()
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1, description="The components of the reward.")
+    advantages: AdvantagesConfig = AdvantagesConfig()
+    update: UpdateConfig
+    evaluate: EvaluateConfig
+    execution: ExecutionConfig = ExecutionConfig()
+
+    @field_validator("iterations")
+    @classmethod
+    def _chain(cls, value: dict[str, IterationConfig]) -> dict[str, IterationConfig]:
+        for key, item in value.items():
+            for role, other in (("previous", item.previous), ("reference", item.reference)):
+                check_iteration(key), check_iteration(other)
+                if other != INITIAL and other not in value:
+                    raise ValueError(f"iteration {key}: its {role} {other} is not in the chain")
+                if other >= key:
+                    raise ValueError(f"iteration {key}: its {role} {other} must come before it")
+        return value
+
+    @field_validator("rewards")
+    @classmethod
+    def _distinct_names(cls, value: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
+        names = [reward.name for reward in value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two components have the name {name}: give each its own")
+        return value
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        completions = self.rollouts.completions_per_prompt
+        if self.advantages.baseline == "leave_one_out" and completions < 2:
+            raise ValueError(
+                f"rollouts.completions_per_prompt is {completions}: the leave_one_out baseline of a completion is the "
+                "mean reward of its siblings, and a single completion has none; use at least 2"
+            )
+        if not self.logprobs.reference and self.advantages.beta > 0:
+            raise ValueError(
+                "advantages.beta is above 0 but logprobs.reference is false: the KL penalty needs the reference's "
+                "log-probs; set logprobs.reference to true or advantages.beta to 0"
+            )
+        return self
+
+
+def _explain(error: ValidationError, path: Path) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "the file as a whole"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{path}: {where}: there is no such key; check its spelling")
+        elif item["type"] == "missing":
+            lines.append(f"{path}: {where}: this key is missing; add it")
+        else:
+            lines.append(f"{path}: {where}: {item['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)
+
+
+def parse_params(values: Mapping[str, Any], path: Path = Path("params.yaml")) -> Params:
+    """Check the parsed YAML; raises UserError that names each wrong key."""
+    try:
+        return Params.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_explain(error, path)) from error
+
+
+def load_params(path: Path) -> Params:
+    """Read and check params.yaml; raises UserError that names file, key and what to do."""
+    from ruamel.yaml import YAML, YAMLError
+
+    if not path.exists():
+        raise UserError(f"{path}: no such file; run this in a project's folder, the one with params.yaml")
+    try:
+        values = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected sections such as policy and rollouts, found {type(values).__name__}")
+    return parse_params(values, path)

@@ -1,0 +1,84 @@
+"""The only place where artifact paths are spelled; all are relative to the project's folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rloo_pipeline.errors import UserError
+
+INITIAL = "0000"
+STAGES = ("prepare", "rollouts", "logprobs", "rewards", "advantages", "update", "evaluate")
+
+
+def check_iteration(iteration: str) -> str:
+    """The iteration id itself, if it has four digits; raises UserError otherwise."""
+    if len(iteration) != 4 or not iteration.isascii() or not iteration.isdigit():
+        raise UserError(f"iteration {iteration!r}: an iteration id has four digits, as in 0001")
+    return iteration
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of one project lies."""
+
+    root: Path = Path()
+
+    @property
+    def params(self) -> Path:
+        return self.root / "params.yaml"
+
+    @property
+    def artifacts(self) -> Path:
+        return self.root / "artifacts"
+
+    @property
+    def prompts(self) -> Path:
+        return self.artifacts / "prompts"
+
+    def policy(self, iteration: str) -> Path:
+        return self.artifacts / "policy" / iteration
+
+    def model(self, iteration: str) -> Path:
+        return self.policy(iteration) / "model"
+
+    def trainer_state(self, iteration: str) -> Path:
+        return self.policy(iteration) / "trainer_state"
+
+    def rollouts(self, iteration: str) -> Path:
+        return self.artifacts / "rollouts" / iteration
+
+    def logprobs(self, iteration: str) -> Path:
+        return self.artifacts / "logprobs" / iteration
+
+    def rewards(self, iteration: str) -> Path:
+        return self.artifacts / "rewards" / iteration
+
+    def advantages(self, iteration: str) -> Path:
+        return self.artifacts / "advantages" / iteration
+
+    def evaluation(self, iteration: str) -> Path:
+        return self.artifacts / "evaluation" / iteration
+
+    def source(self, used_by: str, name: str) -> Path:
+        return self.artifacts / "sources" / used_by / f"{name}.json"
+
+    def metrics(self, stage: str, iteration: str) -> Path:
+        return self.root / "metrics" / stage / f"{iteration}.json"
+
+    def timings(self, stage: str, iteration: str) -> Path:
+        return self.root / "timings" / stage / f"{iteration}.json"
+
+    def provenance(self, stage: str, iteration: str) -> Path:
+        return self.root / "provenance" / stage / f"{iteration}.json"
+
+    @property
+    def history(self) -> Path:
+        return self.artifacts / "history.json"
+
+    @property
+    def state(self) -> Path:
+        """Work in progress, locks and whatever else is neither an artifact nor a record."""
+        return self.root / ".rloo"
+
+    def work(self, stage: str, iteration: str, key: str) -> Path:
+        """Partial output of a stage, keyed by the fingerprint of its inputs and settings."""
+        return self.state / "work" / stage / iteration / key

@@ -1,0 +1,92 @@
+"""The Arrow schema of every artifact; each field's metadata tells its meaning and unit."""
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+Spec = tuple[str, pa.DataType, bool, str]  # name, type, nullable, meaning
+
+
+def _schema(specs: Sequence[Spec]) -> pa.Schema:
+    return pa.schema(
+        [pa.field(name, kind, nullable, {"meaning": meaning}) for name, kind, nullable, meaning in specs]
+    )
+
+
+KEYS: tuple[Spec, ...] = (
+    ("iteration", pa.int32(), False, "the iteration that the row belongs to; in an evaluation, the policy evaluated"),
+    ("prompt_id", pa.string(), False, "the prompt's id; a group is (iteration, prompt_id)"),
+    ("sample_index", pa.int32(), False, "0 .. K-1 within the group"),
+)
+KEY_NAMES = tuple(spec[0] for spec in KEYS)
+
+COMPLETION: tuple[Spec, ...] = (
+    ("prompt_text", pa.string(), False, "the prompt after the chat template, as the policy saw it"),
+    ("prompt_token_ids", pa.list_(pa.int32()), False, "token ids of the prompt"),
+    ("completion_text", pa.string(), False, "the completion decoded without special tokens; untrusted"),
+    ("completion_token_ids", pa.list_(pa.int32()), False, "sampled token ids, a sampled EOS included"),
+    ("sampler_logprobs", pa.list_(pa.float32()), False, "log-prob of each sampled id in the sampler, nats"),
+    ("finish_reason", pa.string(), False, "stop: EOS was sampled; length: cut at max_tokens"),
+    ("seed", pa.int64(), False, "seed of this completion's sampling"),
+    ("policy_fingerprint", pa.string(), False, "fingerprint of the weights that sampled it"),
+)
+
+ROLLOUTS = _schema((*KEYS, *COMPLETION))
+
+LOGPROBS = _schema(
+    (
+        *KEYS,
+        ("policy_logprobs", pa.list_(pa.float32()), False, "log-prob of each sampled id, policy, nats"),
+        (
+            "reference_logprobs",
+            pa.list_(pa.float32()),
+            True,
+            "log-prob of each sampled id, reference, nats; null if logprobs.reference is false",
+        ),
+    )
+)
+
+REWARD_SPECS: tuple[Spec, ...] = (
+    ("reward", pa.float32(), True, "weighted sum of the components that apply; null: none applies"),
+    ("reward_error", pa.string(), True, "why the row has no valid reward"),
+)
+
+ADVANTAGES = _schema(
+    (
+        *KEYS,
+        ("reward", pa.float64(), True, "reward, clipped if asked; null: invalid row"),
+        ("kl", pa.float64(), True, "KL estimate of the completion against the reference, nats"),
+        ("penalized_reward", pa.float64(), True, "reward - beta * kl"),
+        ("baseline", pa.float64(), True, "what is subtracted from the penalized reward"),
+        ("advantage", pa.float64(), False, "weight of the completion's log-prob in the loss; 0 if not trained"),
+        ("in_baseline", pa.bool_(), False, "the row counts in its siblings' baseline"),
+        ("trained", pa.bool_(), False, "the row counts in the loss and its denominator"),
+        ("exclusion_reason", pa.string(), True, "why the row is not trained on"),
+    )
+)
+
+_CALL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+RESERVED_COLUMNS = frozenset(
+    {spec[0] for spec in (*COMPLETION, *REWARD_SPECS)} | {"iteration", "sample_index"}
+    | set(LOGPROBS.names) - {"prompt_id"} | set(ADVANTAGES.names) - {"prompt_id"} | set(_CALL_ARGUMENTS)
+)  # fmt: skip
+
+
+def reward_column(name: str) -> str:
+    """The column that holds the scores of the reward component `name`."""
+    return f"reward/{name}"
+
+
+def rewards_schema(names: Sequence[str]) -> pa.Schema:
+    """The schema of rewards with one nullable float32 column for each component."""
+    components = [(reward_column(name), pa.float32(), True, f"score of component {name}") for name in names]
+    return _schema((*KEYS, *components, *REWARD_SPECS))
+
+
+def evaluation_schema(names: Sequence[str]) -> pa.Schema:
+    """The schema of evaluation: completions, their rewards and their KL to the reference."""
+    components = [(reward_column(name), pa.float32(), True, f"score of component {name}") for name in names]
+    kl: Spec = ("kl", pa.float64(), False, "sum of sampler minus reference log-probs, nats")
+    return _schema((*KEYS, *COMPLETION, *components, *REWARD_SPECS, kl))
