@@ -1,0 +1,46 @@
+"""Groups of completions that share a prompt, addressed by an integer index per row, in any row order."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rloo_pipeline.errors import UserError
+
+
+def index_groups(prompt_ids_N: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    """Group index of each row, int64 [N], and the prompt ids [G] by group index, in order of first appearance."""
+    names_G = list(dict.fromkeys(prompt_ids_N))
+    position = {name: index for index, name in enumerate(names_G)}
+    return np.fromiter((position[name] for name in prompt_ids_N), np.int64, len(prompt_ids_N)), names_G
+
+
+def check_group_sizes(groups_N: np.ndarray, names_G: Sequence[str], completions_per_prompt: int) -> None:
+    """Raises UserError that names the first group without exactly K rows, invalid rows included."""
+    counts_G = np.bincount(groups_N, minlength=len(names_G))
+    wrong_G = np.flatnonzero(counts_G != completions_per_prompt)
+    if len(wrong_G):
+        first = int(wrong_G[0])
+        raise UserError(
+            f"prompt_id {names_G[first]}: {counts_G[first]} completions where completions_per_prompt is "
+            f"{completions_per_prompt} ({len(wrong_G)} of {len(names_G)} groups have a wrong size); "
+            "look for rows that were lost, doubled or given a wrong prompt_id, or generate the rollouts anew"
+        )
+
+
+def group_sums(values_N: np.ndarray, groups_N: np.ndarray, groups: int) -> np.ndarray:
+    """Sum of each group, float64 [G]; the same to the last bit for every order of the rows."""
+    order = np.lexsort((values_N, groups_N))
+    return np.bincount(groups_N[order], weights=values_N[order], minlength=groups)
+
+
+def group_minima(values_N: np.ndarray, groups_N: np.ndarray, groups: int) -> np.ndarray:
+    """Least value of each group, float64 [G]; inf for an empty group."""
+    low_G = np.full(groups, np.inf)
+    np.minimum.at(low_G, groups_N, values_N)
+    return low_G
+
+
+def informative(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, groups: int) -> np.ndarray:
+    """Whether the valid rewards of a group differ, bool [G]; a group with fewer than two valid rows has no signal."""
+    values, rows = rewards_N[valid_N], groups_N[valid_N]
+    return -group_minima(-values, rows, groups) > group_minima(values, rows, groups)
