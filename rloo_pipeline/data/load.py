@@ -1,0 +1,160 @@
+"""Rows as people have them: JSONL, CSV, Parquet, a hub dataset or a function, as one Arrow table."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from rloo_pipeline.config import DatasetConfig
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.rewards.sources import load_callable
+
+
+def load_rows(dataset: DatasetConfig, root: Path) -> pa.Table:
+    """All rows and columns of the dataset, files and functions taken from `root`.
+
+    Raises UserError if it is missing, broken or not a table. A fraction has no rows of its own: see `split_rows`.
+    """
+    if dataset.file is not None:
+        return _from_file(root / dataset.file)
+    if dataset.hub is not None:
+        return _from_hub(dataset)
+    if dataset.generator is not None:
+        return _from_generator(dataset.generator, dataset.kwargs, root)
+    raise ValueError("a fraction is split off the train rows, not loaded")
+
+
+def source_name(dataset: DatasetConfig) -> str:
+    """How messages name the dataset."""
+    return str(dataset.file or dataset.generator or f"{dataset.hub} (split {dataset.split})")
+
+
+def _from_file(path: Path) -> pa.Table:
+    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise UserError(f"{path}: {path.suffix or 'no ending'} is not read; use one of {', '.join(readers)}")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; the path is taken from the project's folder")
+    return readers[path.suffix](path)
+
+
+def _read_jsonl(path: Path) -> pa.Table:
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not JSON ({error}); mend or remove it") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: line {number} is a {type(row).__name__}; each line must be an object")
+        rows.append(row)
+        lines.append(number)
+    return _table(rows, [f"{path}: line {number}" for number in lines])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from error
+
+
+def _read_csv(path: Path) -> pa.Table:
+    """Every column is read as text, then a column of numbers or of true and false becomes one; empty cells are null."""
+    options = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    reading = pyarrow.csv.ReadOptions(use_threads=False)
+    try:
+        with pyarrow.csv.open_csv(path, reading, options) as reader:
+            names = reader.schema.names
+        converting = pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
+        )
+        table = pyarrow.csv.read_csv(path, reading, options, converting)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not readable as CSV ({error}); mend or remove the row") from error
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise UserError(f"{path}: two columns have the name {doubled[0]}; rename one")
+    return pa.table({name: table[name] if name == "prompt_id" else _typed(table[name]) for name in names})
+
+
+def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    for kind in (pa.int64(), pa.float64(), pa.bool_()):
+        try:
+            return column.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+    return column
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path).replace_schema_metadata(None)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not readable as Parquet ({error}); write or copy it anew") from error
+
+
+def _from_hub(dataset: DatasetConfig) -> pa.Table:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(dataset.hub, dataset.name, split=dataset.split, revision=dataset.revision)
+    except Exception as error:
+        raise UserError(
+            f"hub dataset {source_name(dataset)} could not be loaded ({type(error).__name__}: {error}); check "
+            "hub, name, split and revision and the network (and HF_HUB_OFFLINE), or use a file"
+        ) from error
+    return loaded.with_format("arrow")[:].replace_schema_metadata(None)
+
+
+def _from_generator(spec: str, kwargs: Mapping[str, Any], root: Path) -> pa.Table:
+    generate = load_callable(spec, root)
+    try:
+        rows = generate(**kwargs)
+    except Exception as error:
+        raise UserError(f"{spec}: raised {type(error).__name__}: {error}; mend it or its kwargs") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{spec}: returned a {type(rows).__name__}; it must return a list of dicts, one for each row")
+    places = [f"{spec}: row {index}" for index in range(1, len(rows) + 1)]
+    for place, row in zip(places, rows, strict=True):
+        if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
+            raise UserError(f"{place} is a {type(row).__name__}; it must be a dict from column names to values")
+    return _table(rows, places)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], places: Sequence[str]) -> pa.Table:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return pa.table({name: _column(name, [row.get(name) for row in rows], places) for name in names})
+
+
+def _column(name: str, values: Sequence[Any], places: Sequence[str]) -> pa.Array:
+    reason = _refusal(values)
+    if reason is None:
+        return pa.array(values)
+    # The first row that does not go together with those before it, by bisection: each trial is one conversion.
+    good, bad = 0, len(values)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if _refusal(values[:middle]) is None:
+            good = middle
+        else:
+            bad = middle
+    raise UserError(
+        f"{places[bad - 1]}, column {name}: {values[bad - 1]!r} does not go with the rows before it "
+        f"({_refusal(values[:bad])}); give the column one type"
+    )
+
+
+def _refusal(values: Sequence[Any]) -> Exception | None:
+    try:
+        pa.array(values)
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        return error
+    return None

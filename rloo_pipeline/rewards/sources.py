@@ -1,0 +1,71 @@
+"""Callables of the user's own: which file a spec names, and how it is loaded."""
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rloo_pipeline.errors import UserError
+
+
+def user_file(spec: str) -> Path | None:
+    """The file that `path/file.py:callable` names, as written; None for `module:callable`."""
+    origin, _, _ = spec.rpartition(":")
+    return Path(origin) if origin.endswith(".py") else None
+
+
+def load_callable(spec: str, root: Path) -> Callable[..., Any]:
+    """The callable that `path/file.py:callable` (relative to root) or `module:callable` names.
+
+    A file is read anew at each call. Raises UserError if it cannot be found, imported or called.
+    """
+    origin, _, name = spec.rpartition(":")
+    if not origin or not name:
+        raise UserError(f"{spec!r}: write it as path/file.py:callable or module:callable")
+    path = user_file(spec)
+    module = _import(spec, origin) if path is None else _execute(spec, root / path)
+    found = getattr(module, name, None)
+    if found is None:
+        raise UserError(f"{spec}: {origin} has no {name}; it has {', '.join(_callables(module)) or 'no callable'}")
+    if not callable(found):
+        raise UserError(f"{spec}: {name} is a {type(found).__name__}, not a callable; name a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _import(spec: str, origin: str) -> ModuleType:
+    try:
+        return importlib.import_module(origin)
+    except Exception as error:
+        raise UserError(
+            f"{spec}: module {origin} could not be imported: {_told(error)}; install it, or name a file of the project "
+            "as path/file.py:callable"
+        ) from error
+
+
+def _execute(spec: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{spec}: {path}: no such file; the path is taken from the project's folder")
+    # Compiled here rather than by an import: cached bytecode is looked up by size and second of change, so a file
+    # edited twice in a second would run as it was before.
+    module = ModuleType(f"rloo_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except Exception as error:
+        raise UserError(f"{spec}: {path} could not be loaded: {_told(error)}; mend the file") from error
+    return module
+
+
+def _callables(module: ModuleType) -> list[str]:
+    return sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
