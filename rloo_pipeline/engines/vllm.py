@@ -1,0 +1,181 @@
+"""Generation by vLLM inside this process, on a GPU or on a CPU."""
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+from rloo_pipeline.config import ExecutionConfig
+from rloo_pipeline.engines import Request, Sample
+from rloo_pipeline.engines.checks import check_model, check_requests
+from rloo_pipeline.engines.eos import eos_token_ids
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.progress import Progress
+
+GIB = 2**30
+CPU_BATCH_TOKENS = 4096
+CPU_MAX_SEQUENCES = 128
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Importing and building make objects that stay: collecting among them costs a quarter of the start-up."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def import_vllm() -> Any:
+    """The module vllm, set to run in this process, quietly and without telemetry; raises what its import raises."""
+    # One process: a second one would add seconds, and its threads make results vary.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["DO_NOT_TRACK"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with _no_garbage_collection():
+        import vllm
+        from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: F401  (vllm imports its parts on demand)
+        from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise RuntimeError("vllm finds no device that it was built for")
+    return vllm
+
+
+class VllmEngine:
+    """Samples with vLLM; on a CPU without compiling, which would need a C++ compiler and half a minute."""
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        max_model_len: int,
+        max_tokens: int,
+        temperature: float,
+        dtype: Literal["float32", "bfloat16"],
+        seed: int,
+        execution: ExecutionConfig,
+        trust_remote_code: bool = False,
+    ) -> None:
+        check_model(model)
+        self.vllm = import_vllm()
+        import torch
+        from vllm.platforms import current_platform
+
+        self.on_cpu = current_platform.is_cpu()
+        if execution.threads is not None:
+            torch.set_num_threads(execution.threads)
+        self.eos = eos_token_ids(model)
+        self.max_model_len, self.max_tokens, self.temperature = max_model_len, max_tokens, temperature
+        arguments = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "seed": seed % 2**32,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            **self._device_arguments(),
+        }
+        resources = (
+            {"kv_cache_memory_bytes": execution.cpu_kv_cache_gib * GIB}
+            if self.on_cpu
+            else {"gpu_memory_utilization": execution.gpu_memory_utilization}
+        )
+        with _no_garbage_collection(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.engine: Any = self.vllm.LLMEngine.from_engine_args(
+                self.vllm.EngineArgs(
+                    model=str(model),
+                    trust_remote_code=trust_remote_code,
+                    skip_tokenizer_init=True,
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,
+                    **arguments,
+                    **resources,
+                )
+            )
+        self.settings: Mapping[str, Any] = {
+            "engine": self.name,
+            "engine_version": self.vllm.__version__,
+            "device": current_platform.device_type,
+            "threads": torch.get_num_threads(),
+            **arguments,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "sampler": "per-request seeds",
+            "eos_token_ids": list(self.eos),
+        }
+
+    def _device_arguments(self) -> dict[str, Any]:
+        if not self.on_cpu:
+            return {}
+        # vLLM rewinds a request's generator after a chunk of a prompt, which the CPU's generators cannot do.
+        return {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "async_scheduling": False,
+            "max_num_batched_tokens": max(self.max_model_len, CPU_BATCH_TOKENS),
+            "max_num_seqs": CPU_MAX_SEQUENCES,
+        }
+
+    def generate(self, requests: Sequence[Request], done: Progress) -> list[Sample]:
+        """One sample for each request, in the order of the requests; `done` is told of each that ended.
+
+        Raises UserError, before generating, if a prompt and max_tokens do not fit the context.
+        """
+        import torch
+
+        check_requests(requests, max_model_len=self.max_model_len, max_tokens=self.max_tokens)
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, so results could depend on earlier requests")
+        # vLLM compiles parts of its sampler even in eager mode.
+        with torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext():
+            samples = self._run(requests, done)
+        return [samples[index] for index in range(len(requests))]
+
+    def _run(self, requests: Sequence[Request], done: Progress) -> dict[int, Sample]:
+        for index, request in enumerate(requests):
+            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+            self.engine.add_request(str(index), prompt, self._parameters(request.seed))
+        samples: dict[int, Sample] = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    samples[int(output.request_id)] = _sample(output)
+                    done.advance()
+        return samples
+
+    def _parameters(self, seed: int) -> Any:
+        return self.vllm.SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            seed=seed,
+            logprobs=0,
+            stop_token_ids=list(self.eos),
+            detokenize=False,
+        )
+
+    def close(self) -> None:
+        """Give back all memory."""
+        self.engine.engine_core.shutdown()
+        self.engine = None
+        gc.unfreeze()
+        gc.collect()
+
+
+def _sample(output: Any) -> Sample:
+    completion = output.outputs[0]
+    token_ids = list(completion.token_ids)
+    logprobs = [step[token].logprob for token, step in zip(token_ids, completion.logprobs, strict=True)]
+    if completion.finish_reason not in ("stop", "length"):
+        raise UserError(f"vLLM ended a completion with {completion.finish_reason!r}; run the stage again")
+    return Sample(token_ids, logprobs, completion.finish_reason)
