@@ -24,7 +24,7 @@ class IterationConfig(Section):
     """One link of the chain."""
 
     previous: str = Field(description="Id of the policy that is sampled and updated.")
-    reference: str = Field(default=INITIAL, description="Id of the policy that the KL is taken to.")
+    reference: str = Field(description="Id of the policy that the KL is taken to.")
     evaluate: bool = Field(default=True, description="Whether the updated policy is evaluated.")
 
 

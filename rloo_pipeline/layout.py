@@ -59,7 +59,7 @@ class Layout:
         return self.artifacts / "evaluation" / iteration
 
     def source(self, used_by: str, name: str) -> Path:
-        return self.artifacts / "sources" / used_by / f"{name}.json"
+        return self.root / "sources" / used_by / f"{name}.json"
 
     def metrics(self, stage: str, iteration: str) -> Path:
         return self.root / "metrics" / stage / f"{iteration}.json"

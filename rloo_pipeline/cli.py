@@ -1,0 +1,168 @@
+"""The command line: one command for each stage, and a few for people."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rloo_pipeline.config import Params, load_params
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import INITIAL, Layout
+
+app = typer.Typer(
+    help="RLOO on language models in replayable stages.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+Iteration = Annotated[str, typer.Argument(help="Four-digit id of the iteration, as in 0001.")]
+
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def main() -> None:
+    """Entry point: user errors are told without a traceback, with exit status 2."""
+    for key, value in QUIET.items():
+        os.environ.setdefault(key, value)
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextmanager
+def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
+    """What surrounds every stage: checked params, the project's lock, threads and the network as they should be."""
+    from rloo_pipeline.process import die_with_dvc, exclusive
+    from rloo_pipeline.sources import check_listed
+
+    die_with_dvc()
+    layout = Layout(Path())
+    params = load_params(layout.params)
+    check_listed(params, layout.root)
+    if params.execution.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(params.execution.threads)
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    with exclusive(layout, name):
+        yield layout, params
+
+
+@app.command()
+def sources(name: Annotated[str, typer.Argument(help="A name under sources in params.yaml.")]) -> None:
+    """Record the hash of one of your own files."""
+    from rloo_pipeline.stages import sources as stage
+
+    with _stage(f"sources {name}", offline=True) as (layout, params):
+        if name not in params.sources:
+            raise UserError(f"sources: {layout.params} has no {name}; it has {', '.join(params.sources) or 'none'}")
+        stage.run(layout, name, params.sources[name])
+
+
+@app.command()
+def prepare(iteration: Annotated[str, typer.Argument(help="Always 0000.")] = INITIAL) -> None:
+    """Fetch the initial policy and the prompts."""
+    from rloo_pipeline.stages import prepare as stage
+    from rloo_pipeline.stages.context import make_context
+
+    with _stage("prepare", offline=False) as (layout, params):
+        if iteration != INITIAL:
+            raise UserError(f"prepare {iteration}: it runs once, before the first iteration; leave the id out")
+        context = make_context(params, layout, INITIAL)
+        stage.run(context, params.policy, params.prompts, len(params.iterations))
+
+
+@app.command()
+def rollouts(iteration: Iteration) -> None:
+    """Sample K completions of each prompt from the previous policy."""
+    from rloo_pipeline.stages import rollouts as stage
+    from rloo_pipeline.stages.context import make_context
+
+    with _stage(f"rollouts {iteration}", offline=True) as (layout, params):
+        stage.run(make_context(params, layout, iteration), params.rollouts)
+
+
+@app.command()
+def logprobs(iteration: Iteration) -> None:
+    """Score the sampled tokens with policy and reference."""
+    from rloo_pipeline.stages import logprobs as stage
+    from rloo_pipeline.stages.context import make_context
+
+    with _stage(f"logprobs {iteration}", offline=True) as (layout, params):
+        stage.run(make_context(params, layout, iteration), params.logprobs)
+
+
+@app.command()
+def rewards(iteration: Iteration) -> None:
+    """Score the completions with the reward components."""
+    from rloo_pipeline.stages import rewards as stage
+    from rloo_pipeline.stages.context import make_context
+
+    with _stage(f"rewards {iteration}", offline=False) as (layout, params):
+        stage.run(make_context(params, layout, iteration), params.rewards)
+
+
+@app.command()
+def advantages(iteration: Iteration) -> None:
+    """Fold the KL into the rewards and subtract the siblings' mean."""
+    from rloo_pipeline.stages import advantages as stage
+    from rloo_pipeline.stages.context import make_context
+
+    with _stage(f"advantages {iteration}", offline=True) as (layout, params):
+        stage.run(make_context(params, layout, iteration), params.advantages)
+
+
+@app.command()
+def update(iteration: Iteration) -> None:
+    """Take one on-policy gradient step."""
+    from rloo_pipeline.stages import update as stage
+    from rloo_pipeline.stages.context import make_context
+
+    with _stage(f"update {iteration}", offline=True) as (layout, params):
+        stage.run(make_context(params, layout, iteration), params.update)
+
+
+@app.command()
+def evaluate(iteration: Iteration) -> None:
+    """Sample and score the held-out prompts (0000: the initial policy)."""
+    from rloo_pipeline.stages import evaluate as stage
+    from rloo_pipeline.stages.context import make_context
+
+    with _stage(f"evaluate {iteration}", offline=False) as (layout, params):
+        stage.run(make_context(params, layout, iteration), params.evaluate, params.rewards)
+
+
+@app.command()
+def history() -> None:
+    """Collect the metrics of all iterations into one file."""
+    from rloo_pipeline import history as stage
+
+    with _stage("history", offline=True) as (layout, params):
+        stage.run(layout, params)
+
+
+@app.command()
+def table() -> None:
+    """Print the run as a table."""
+    from rloo_pipeline.history import show
+
+    layout = Layout(Path())
+    show(layout, load_params(layout.params))
+
+
+@app.command()
+def iterations(count: Annotated[int, typer.Argument(help="How many iterations the chain shall have.")]) -> None:
+    """Lengthen or shorten the chain in params.yaml, comments kept."""
+    from rloo_pipeline.chain import set_length
+
+    params = set_length(Layout(Path()).params, count)
+    print(f"params.yaml: {len(params.iterations)} iterations; `dvc repro` runs what is new")

@@ -1,0 +1,67 @@
+"""The metrics of all iterations as one list, for plots and for the closing table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rloo_pipeline.config import Params
+from rloo_pipeline.files import write_json
+from rloo_pipeline.layout import INITIAL, STAGES, Layout
+
+Row = dict[str, Any]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return values
+
+
+def collect(layout: Layout, params: Params) -> list[Row]:
+    """One row for each iteration, the initial policy first: its id and every metric as <stage>/<name>."""
+    rows = []
+    for iteration in (INITIAL, *params.iterations):
+        row: Row = {"iteration": iteration}
+        for stage in STAGES:
+            metrics = _read(layout.metrics(stage, iteration))
+            row |= {f"{stage}/{name}": value for name, value in metrics.items()}
+        rows.append(row)
+    return rows
+
+
+def run(layout: Layout, params: Params) -> None:
+    """Write the history."""
+    write_json(layout.history, collect(layout, params))
+
+
+def seconds(layout: Layout, iteration: str) -> float:
+    """How long the stages of an iteration took, in all."""
+    return sum(_read(layout.timings(stage, iteration)).get("seconds", 0.0) for stage in STAGES)
+
+
+def show(layout: Layout, params: Params) -> None:
+    """Print the table of the run: rewards, win rate, KL, groups without signal, seconds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="RLOO run")
+    for title in ("iteration", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "seconds"):
+        table.add_column(title, justify="right")
+    for row in collect(layout, params):
+        interval = "–"
+        if "evaluate/reward" in row:
+            low, high = row["evaluate/reward_low"], row["evaluate/reward_high"]
+            interval = f"{row['evaluate/reward']:.3f} ({low:.3f} to {high:.3f})"
+        table.add_row(
+            row["iteration"],
+            _number(row, "advantages/reward", ".3f"),
+            interval,
+            _number(row, "evaluate/win_rate", ".3f"),
+            _number(row, "evaluate/kl", ".3f"),
+            _number(row, "advantages/frac_reward_zero_std", ".0%"),
+            f"{seconds(layout, row['iteration']):.0f}",
+        )
+    Console().print(table)
+
+
+def _number(row: Row, name: str, form: str) -> str:
+    return format(row[name], form) if name in row else "–"

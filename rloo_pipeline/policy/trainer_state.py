@@ -1,0 +1,65 @@
+"""State that crosses iterations: the optimizer's moments and counters, without pickle."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.files import write_json
+
+if TYPE_CHECKING:
+    import torch
+
+STATE = "state.json"
+MOMENTS = "optimizer.safetensors"
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+def write_initial_state(directory: Path) -> None:
+    """The trainer state before the first optimizer step."""
+    write_json(directory / STATE, {"step": 0})
+
+
+def read_counters(directory: Path) -> dict[str, Any]:
+    """What state.json holds: `step`, the optimizer steps done so far."""
+    path = directory / STATE
+    try:
+        counters: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable ({error}); restore it with `dvc checkout`") from error
+    return counters
+
+
+def restore(optimizer: "torch.optim.Optimizer", names: dict[str, "torch.nn.Parameter"], directory: Path) -> int:
+    """Put the saved moments back into the optimizer, by parameter name; returns the steps done so far."""
+    import torch
+    from safetensors import safe_open
+
+    step = int(read_counters(directory)["step"])
+    if step == 0:
+        return 0
+    with safe_open(directory / MOMENTS, framework="pt") as file:
+        expected = {f"{moment}/{name}" for name in names for moment in MOMENT_NAMES}
+        if set(file.keys()) != expected:
+            wrong = sorted(set(file.keys()) ^ expected)
+            raise UserError(f"{directory / MOMENTS}: {wrong[0]} and {len(wrong) - 1} more do not fit the policy's weights")
+        for name, parameter in names.items():
+            moments = {moment: file.get_tensor(f"{moment}/{name}").to(parameter.device) for moment in MOMENT_NAMES}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    return step
+
+
+def save(
+    optimizer: "torch.optim.Optimizer", names: dict[str, "torch.nn.Parameter"], directory: Path, step: int
+) -> None:
+    """Write the optimizer's moments by parameter name, and the steps done."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    moments = {
+        f"{moment}/{name}": optimizer.state[parameter][moment].contiguous().cpu()
+        for name, parameter in names.items()
+        for moment in MOMENT_NAMES
+    }
+    save_file(moments, directory / MOMENTS)
+    write_json(directory / STATE, {"step": step})

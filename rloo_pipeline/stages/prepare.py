@@ -1,0 +1,81 @@
+"""Prepare: the initial policy and the prompt tables, once, before the first iteration."""
+
+import shutil
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from rloo_pipeline import fingerprint
+from rloo_pipeline.config import PolicyConfig, PromptsConfig
+from rloo_pipeline.data.filter import fits, prompt_limit
+from rloo_pipeline.data.load import load_rows, source_name
+from rloo_pipeline.data.prompts import prompt_table, split_rows
+from rloo_pipeline.data.template import render
+from rloo_pipeline.disk import check_space
+from rloo_pipeline.layout import INITIAL
+from rloo_pipeline.manifest import write_model_manifest
+from rloo_pipeline.policy.initial import fetch
+from rloo_pipeline.policy.load import context_length, load_tokenizer
+from rloo_pipeline.policy.trainer_state import write_initial_state
+from rloo_pipeline.shards import write_table
+from rloo_pipeline.stages.context import Context, Record
+from rloo_pipeline.stages.sampling import tell_filtered
+
+
+def run(context: Context, policy: PolicyConfig, prompts: PromptsConfig, iterations: int) -> None:
+    """Fetch the policy, load and check the prompts, write both; raises UserError on unusable input."""
+    settings = {"policy": policy.model_dump(mode="json"), "prompts": prompts.model_dump(mode="json")}
+    record = Record(context, "prepare", {}, settings)
+    work = record.work
+    shutil.rmtree(work, ignore_errors=True)
+
+    tables = load_prompts(context, prompts)
+    fetch(policy, context.layout.root, work / "model")
+    policy_fingerprint = write_model_manifest(work / "model", trust_remote_code=policy.trust_remote_code)
+    write_initial_state(work / "trainer_state")
+    write_model_manifest(work / "trainer_state")
+    check_space(context.layout, work / "model", iterations)
+
+    tokenizer = load_tokenizer(work / "model", policy.trust_remote_code)
+    limit = prompt_limit(context_length(work / "model"), 1, prompts.max_prompt_tokens)
+    fingerprints = {"policy": policy_fingerprint}
+    for split, table in tables.items():
+        kept, filtered = _short_enough(table, tokenizer, limit)
+        fingerprints[split] = write_table(work / "prompts" / f"{split}.parquet", kept)
+        record.metrics |= {f"{split}_prompts": kept.num_rows, f"{split}_prompts_filtered": len(filtered)}
+        record.notes[f"{split}_filtered"] = filtered
+    record.metrics["eval_prompts_also_in_train"] = _shared(tables)
+    layout = context.layout
+    outputs = {
+        work / "prompts": layout.prompts,
+        work / "trainer_state": layout.trainer_state(INITIAL),
+        work / "model": layout.model(INITIAL),
+    }
+    record.finish(outputs, fingerprint.of_json(fingerprints))
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def load_prompts(context: Context, config: PromptsConfig) -> dict[str, pa.Table]:
+    """The tables of the train and eval prompts, checked."""
+    root = context.layout.root
+    train = prompt_table(load_rows(config.train, root), config, "train", source_name(config.train))
+    if config.eval.fraction is not None:
+        train, held_out = split_rows(train, config.eval.fraction, context.seed)
+        return {"train": train, "eval": held_out}
+    held_out = prompt_table(load_rows(config.eval, root), config, "eval", source_name(config.eval))
+    return {"train": train, "eval": held_out}
+
+
+def _short_enough(table: pa.Table, tokenizer: object, limit: object) -> tuple[pa.Table, Mapping[str, str]]:
+    _, token_ids = render(table["prompt"].to_pylist(), tokenizer)
+    kept_P, reasons = fits([len(ids) for ids in token_ids], limit)
+    ids = table["prompt_id"].to_pylist()
+    filtered = {ids[row]: reason for row, reason in reasons.items()}
+    tell_filtered(filtered, len(ids))
+    return table.filter(pa.array(kept_P)), filtered
+
+
+def _shared(tables: Mapping[str, pa.Table]) -> int:
+    """How many held-out prompts are trained on too."""
+    trained = {str(prompt) for prompt in tables["train"]["prompt"].to_pylist()}
+    return sum(str(prompt) in trained for prompt in tables["eval"]["prompt"].to_pylist())

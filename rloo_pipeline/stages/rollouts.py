@@ -1,0 +1,34 @@
+"""Rollouts: K completions per prompt, sampled from the policy of the previous iteration."""
+
+import pyarrow as pa
+
+from rloo_pipeline.config import RolloutsConfig
+from rloo_pipeline.data.select import select
+from rloo_pipeline.policy.handle import open_policy
+from rloo_pipeline.schema import ROLLOUTS
+from rloo_pipeline.shards import read_shards, read_table, write_shards_manifest
+from rloo_pipeline.stages.context import Context, start
+from rloo_pipeline.stages.sampling import Sampler, describe, prepare_prompts
+
+
+def run(context: Context, config: RolloutsConfig) -> None:
+    """Select P prompts, sample K completions of each, write shards/manifest; raises UserError on unusable input."""
+    policy = open_policy(context.layout.model(context.link.previous))
+    train, train_fingerprint = read_table(context.layout.prompts / "train.parquet")
+    chosen = select(train.num_rows, config.prompts_per_iteration, context.number, context.seed)
+    inputs = {"policy": policy.fingerprint, "prompts": train_fingerprint}
+    record = start(context, "rollouts", config, inputs)
+
+    prompts = prepare_prompts(train.take(pa.array(chosen)), policy, config.max_tokens)
+    purpose = ("rollouts", context.iteration)
+    sampler = Sampler(context, policy, config, prompts, config.completions_per_prompt, purpose)
+    entries = sampler.write(record.work, lambda table: table, ROLLOUTS)
+
+    facts = {
+        "completions_per_prompt": config.completions_per_prompt,
+        "policy_fingerprint": policy.fingerprint,
+        "temperature": config.temperature,
+    }
+    output = write_shards_manifest(record.work, entries, facts)
+    describe(record, read_shards(record.work), sampler)
+    record.finish({record.work: context.layout.rollouts(context.iteration)}, output)
