@@ -16,7 +16,7 @@ from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.data.prompts import is_conversational
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.progress import say
-from rloo_pipeline.rewards.sources import load_callable
+from rloo_pipeline.rewards.sources import load_callables
 from rloo_pipeline.schema import RESERVED_COLUMNS
 
 Arguments = dict[str, Any]
@@ -38,7 +38,7 @@ def score_functions(
     Async functions run concurrently. Raises UserError if a function cannot be loaded, raises, or returns anything but
     one finite number or None for each row.
     """
-    functions = [load_callable(str(config.function), root) for config in configs]
+    functions = load_callables([str(config.function) for config in configs], root)
     for config in configs:
         _check_kwargs(config, rows)
     calls = [_Call(config, function, rows, state) for config, function in zip(configs, functions, strict=True)]
@@ -115,7 +115,7 @@ class _Call:
 
     def _raised(self, error: Exception) -> UserError:
         return UserError(
-            f"reward {self.config.name}: {self.config.function} raised {type(error).__name__}: {error} "
+            f"{self._title()} raised {type(error).__name__}: {error} "
             f"({self._first_that_raises()}); mend the function. It is called with {', '.join(CALL_ARGUMENTS)} and the "
             "columns of the dataset as keyword arguments, so it needs **kwargs for those it does not name"
         )
@@ -136,38 +136,52 @@ class _Call:
 
     def checked(self, output: Any) -> npt.NDArray[np.float64]:
         """`scores_N`, float32 values held in float64, NaN for None; UserError for anything else."""
-        where = f"reward {self.config.name}: {self.config.function}"
+        values = self._listed(output)
+        scores_N = np.array([self._number(value, row) for row, value in enumerate(values)], dtype=np.float64)
+        with np.errstate(over="ignore"):
+            scores_N = scores_N.astype(np.float32).astype(np.float64)
+        applies_N = np.array([value is not None for value in values], dtype=bool)
+        wrong = np.flatnonzero(applies_N & ~np.isfinite(scores_N))
+        if wrong.size:
+            row = int(wrong[0])
+            raise UserError(
+                f"{self._title()} returned {values[row]!r:.80} for {self._place(row)}, which is not finite in float32; "
+                "return a finite number, or None where it does not apply"
+            )
+        return scores_N
+
+    def _title(self) -> str:
+        return f"reward {self.config.name}: {self.config.function}"
+
+    def _listed(self, output: Any) -> list[Any]:
         try:
             values = list(output)
         except TypeError as error:
             raise UserError(
-                f"{where} returned a {type(output).__name__}; it must return a list with one number for each completion"
+                f"{self._title()} returned a {type(output).__name__}; it must return a list with one number for each "
+                "completion"
             ) from error
         if len(values) != self.rows.num_rows:
             raise UserError(
-                f"{where} returned {len(values)} values for {self.rows.num_rows} completions; it must "
-                "return one for each"
+                f"{self._title()} returned {len(values)} values for {self.rows.num_rows} completions; it must return "
+                "one for each"
             )
-        scores_N = np.array([self._number(value, where, row) for row, value in enumerate(values)], dtype=np.float64)
-        return scores_N
+        return values
 
-    def _number(self, value: Any, where: str, row: int) -> float:
+    def _number(self, value: Any, row: int) -> float:
         if value is None:
             return float("nan")
         try:
             if isinstance(value, str | bytes):
                 raise TypeError
-            number = float(np.float32(float(value)))
+            return float(value)
+        except OverflowError:
+            return float("inf")
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{where} returned {value!r} for {self._place(row)}; return a number, or None where it does not apply"
+                f"{self._title()} returned {value!r} for {self._place(row)}; return a number, or None where it does "
+                "not apply"
             ) from error
-        if not np.isfinite(number):
-            raise UserError(
-                f"{where} returned {value} for {self._place(row)}, which is not finite in float32; return a finite "
-                "number, or None where it does not apply"
-            )
-        return number
 
 
 def _finish_alone(output: Awaitable[Any]) -> Any:

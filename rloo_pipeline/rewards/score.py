@@ -49,7 +49,8 @@ def score(
 
             scored[config.name] = score_model(config, rows, root, execution.rewards_batch_tokens)
     components = {config.name: scored[config.name] for config in configs}
-    reward_N = combine(components, {config.name: config.weight for config in configs}).astype(np.float32)
+    with np.errstate(over="ignore"):
+        reward_N = combine(components, {config.name: config.weight for config in configs}).astype(np.float32)
     if np.isinf(reward_N).any():
         raise UserError("rewards: the weighted sum is not finite in float32; lower the weights")
     columns = [rows[name] for name in KEY_NAMES]

@@ -3,7 +3,7 @@
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,15 +18,30 @@ def user_file(spec: str) -> Path | None:
 
 
 def load_callable(spec: str, root: Path) -> Callable[..., Any]:
-    """The callable that `path/file.py:callable` (relative to root) or `module:callable` names.
+    """What `load_callables` gives for a single spec."""
+    return load_callables([spec], root)[0]
 
-    A file is read anew at each call. Raises UserError if it cannot be found, imported or called.
+
+def load_callables(specs: Sequence[str], root: Path) -> list[Callable[..., Any]]:
+    """The callables that `path/file.py:callable` (relative to root) or `module:callable` name.
+
+    A file is read anew at each call, and once for all specs that name it. Raises UserError if one cannot be found,
+    imported or called.
     """
-    origin, _, name = spec.rpartition(":")
-    if not origin or not name:
-        raise UserError(f"{spec!r}: write it as path/file.py:callable or module:callable")
-    path = user_file(spec)
-    module = _import(spec, origin) if path is None else _execute(spec, root / path)
+    modules: dict[str, ModuleType] = {}
+    found = []
+    for spec in specs:
+        origin, _, name = spec.rpartition(":")
+        if not origin or not name:
+            raise UserError(f"{spec!r}: write it as path/file.py:callable or module:callable")
+        if origin not in modules:
+            path = user_file(spec)
+            modules[origin] = _import(spec, origin) if path is None else _execute(spec, root / path)
+        found.append(_member(spec, modules[origin], origin, name))
+    return found
+
+
+def _member(spec: str, module: ModuleType, origin: str, name: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if found is None:
         raise UserError(f"{spec}: {origin} has no {name}; it has {', '.join(_callables(module)) or 'no callable'}")
