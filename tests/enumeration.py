@@ -58,13 +58,15 @@ def expected_gradient(
     logits: torch.Tensor,
     completions_per_prompt: int,
     loss_of: Callable[[torch.Tensor, torch.Tensor, Drawn], torch.Tensor],
+    sampler: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gradient of the loss at `logits` [prompt, state, token], averaged over every draw by its probability.
 
-    loss_of gets the drawn completions' log-probs [N, T], which carry the gradient, their mask, and the draw.
+    loss_of gets the drawn completions' log-probs [N, T], which carry the gradient, their mask, and the draw; sampler:
+    the logits that the draws come from, if not those.
     """
     total = torch.zeros_like(logits)
-    for drawn in every_draw(logits, completions_per_prompt):
+    for drawn in every_draw(logits if sampler is None else sampler, completions_per_prompt):
         leaf = logits.clone().requires_grad_()
         all_PCT = torch.stack([logprobs_of(logits_SV) for logits_SV in leaf])
         logprobs_NT = all_PCT[drawn.groups_N, drawn.completions_N]

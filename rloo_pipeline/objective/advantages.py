@@ -6,11 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.objective.baselines import leave_one_out
-from rloo_pipeline.objective.groups import check_group_sizes, informative
+from rloo_pipeline.objective.baselines import BASELINES, Estimate, check_completions
+from rloo_pipeline.objective.groups import WithoutSignal, check_group_sizes, informative, select_groups
 
 INVALID = "no valid reward"
+MASKED = "truncated at max_tokens"
+NO_SIGNAL = "group without signal: its rewards are equal"
+SURPLUS = "group not needed: enough informative groups before it"
 NO_SIBLING = "no valid sibling to compare with"
+NOT_BEST = "not the best of its group"
 
 
 @dataclass(frozen=True)
@@ -19,11 +23,14 @@ class Counts:
 
     rows: int
     rows_invalid: int
+    rows_masked: int
     rows_trained: int
     groups: int
-    groups_without_signal: int  # fewer than two distinct valid rewards before the KL; contains the two below
+    groups_without_signal: int  # fewer than two distinct usable rewards before the KL; contains the next two
     groups_of_one_valid_row: int
     groups_without_valid_rows: int
+    groups_trained: int
+    groups_short: int  # of those wanted by resample, how many could not be had
 
 
 @dataclass(frozen=True)
@@ -51,36 +58,64 @@ def compute(
     completions_per_prompt: int,
     beta: float,
     reward_clip_range: tuple[float, float] | None = None,
+    penalty_N: np.ndarray | None = None,
+    masked_N: np.ndarray | None = None,
+    baseline: str = "leave_one_out",
+    past_mean: float = 0.0,
+    normalize: bool = False,
+    without_signal: WithoutSignal = "keep",
+    groups_wanted: int | None = None,
 ) -> Advantages:
-    """Advantages A_i = R_i - b_i with R_i = clip(reward_i) - beta * kl_i and the leave-one-out baseline b_i of R.
+    """Advantages of R_i = clip(reward_i) - penalty_i - beta * kl_i by the baseline of that name in BASELINES.
 
     rewards_N, kl_N: float [N], kl_N None without a reference; groups_N: index into names_G, any row order; valid_N:
-    rows with a usable reward. Raises UserError on K < 2, on groups without exactly K rows, on a valid reward or a KL
-    that is not finite, and on beta > 0 without kl_N.
+    rows with a usable reward; penalty_N: for overlong completions; masked_N: rows left out of loss, baseline and
+    denominator; past_mean: of RunningMean; normalize: as in normalized; without_signal, groups_wanted: as in
+    select_groups. Raises UserError on too small a K, on groups without exactly K rows, on a reward or KL that is not
+    finite in a valid row, on beta > 0 without kl_N and on normalize with best_of_k.
     """
-    if completions_per_prompt < 2:
-        raise UserError(
-            f"completions_per_prompt is {completions_per_prompt}: the leave_one_out baseline of a completion is the "
-            "mean reward of its siblings, and a single completion has none; use at least 2"
-        )
+    check_completions(baseline, completions_per_prompt)
     check_group_sizes(groups_N, names_G, completions_per_prompt)
-    reward_N = _clipped(rewards_N, valid_N, reward_clip_range)
+    if normalize and baseline == "best_of_k":
+        raise UserError("advantages.normalize makes every advantage of best_of_k 0; set it to false")
+    reward_N = _clipped(rewards_N, valid_N, reward_clip_range) - (0.0 if penalty_N is None else penalty_N)
     penalized_N = _penalized(reward_N, kl_N, beta)
     _check_finite(reward_N, penalized_N, groups_N, valid_N, names_G)
-    baseline_N = leave_one_out(penalized_N, groups_N, valid_N)
-    valid_G = np.bincount(groups_N[valid_N], minlength=len(names_G))
-    trained_N = valid_N & (valid_G[groups_N] > 1)
+    usable_N = valid_N if masked_N is None else valid_N & ~masked_N
+    signal_G = informative(reward_N, groups_N, usable_N, len(names_G))
+    selected_G = select_groups(signal_G, without_signal, groups_wanted)
+    in_baseline_N = usable_N & selected_G[groups_N]
+    estimate = BASELINES[baseline].estimate(penalized_N, groups_N, in_baseline_N, past_mean)
     return Advantages(
         reward_N=reward_N,
         kl_N=np.full(len(reward_N), np.nan) if kl_N is None else np.asarray(kl_N, np.float64),
         penalized_reward_N=penalized_N,
-        baseline_N=baseline_N,
-        advantage_N=np.where(trained_N, penalized_N - baseline_N, 0.0),
-        in_baseline_N=valid_N.copy(),
-        trained_N=trained_N,
-        exclusion_reason_N=_reasons(valid_N, trained_N),
-        counts=_count(reward_N, groups_N, valid_N, trained_N, valid_G),
+        baseline_N=estimate.baseline_N,
+        advantage_N=normalized(estimate) if normalize else estimate.advantage_N,
+        in_baseline_N=in_baseline_N,
+        trained_N=estimate.trained_N,
+        exclusion_reason_N=_reasons(
+            (estimate.trained_N, None),
+            (~valid_N, INVALID),
+            (~usable_N, MASKED),
+            (~selected_G[groups_N] & ~signal_G[groups_N], NO_SIGNAL),
+            (~in_baseline_N, SURPLUS),
+            (in_baseline_N, NOT_BEST if baseline == "best_of_k" else NO_SIBLING),
+        ),
+        counts=_count(groups_N, valid_N, usable_N, estimate.trained_N, signal_G, groups_wanted),
     )
+
+
+def normalized(estimate: Estimate) -> np.ndarray:
+    """(A - mean) / (standard deviation + 1e-4) over the trained rows, as TRL's normalize_advantages, float64 [N].
+
+    The deviation is that of a sample (N - 1). Not unbiased: the step's length depends on the samples.
+    """
+    trained = np.sort(estimate.advantage_N[estimate.trained_N])
+    if len(trained) < 2:
+        return np.zeros_like(estimate.advantage_N)
+    centred_N = estimate.advantage_N - trained.mean()
+    return np.where(estimate.trained_N, centred_N / (trained.std(ddof=1) + 1e-4), 0.0)
 
 
 def _clipped(rewards_N: np.ndarray, valid_N: np.ndarray, limits: tuple[float, float] | None) -> np.ndarray:
@@ -96,13 +131,6 @@ def _penalized(reward_N: np.ndarray, kl_N: np.ndarray | None, beta: float) -> np
     return reward_N - beta * np.asarray(kl_N, np.float64)
 
 
-def _reasons(valid_N: np.ndarray, trained_N: np.ndarray) -> np.ndarray:
-    reason_N = np.full(len(valid_N), None, dtype=object)
-    reason_N[~trained_N] = NO_SIBLING
-    reason_N[~valid_N] = INVALID
-    return reason_N
-
-
 def _check_finite(
     reward_N: np.ndarray, penalized_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, names_G: Sequence[str]
 ) -> None:
@@ -116,16 +144,32 @@ def _check_finite(
         )
 
 
+def _reasons(*cases: tuple[np.ndarray, str | None]) -> np.ndarray:
+    """The first case that holds of each row; one of them always does."""
+    reason_N = np.full(len(cases[0][0]), None, dtype=object)
+    for holds_N, reason in reversed(cases):
+        reason_N[holds_N] = reason
+    return reason_N
+
+
 def _count(
-    reward_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, trained_N: np.ndarray, valid_G: np.ndarray
+    groups_N: np.ndarray,
+    valid_N: np.ndarray,
+    usable_N: np.ndarray,
+    trained_N: np.ndarray,
+    signal_G: np.ndarray,
+    groups_wanted: int | None,
 ) -> Counts:
-    signal_G = informative(reward_N, groups_N, valid_N, len(valid_G))
+    usable_G = np.bincount(groups_N[usable_N], minlength=len(signal_G))
     return Counts(
-        rows=len(reward_N),
+        rows=len(groups_N),
         rows_invalid=int((~valid_N).sum()),
+        rows_masked=int((valid_N & ~usable_N).sum()),
         rows_trained=int(trained_N.sum()),
-        groups=len(valid_G),
+        groups=len(signal_G),
         groups_without_signal=int((~signal_G).sum()),
-        groups_of_one_valid_row=int((valid_G == 1).sum()),
-        groups_without_valid_rows=int((valid_G == 0).sum()),
+        groups_of_one_valid_row=int((usable_G == 1).sum()),
+        groups_without_valid_rows=int((usable_G == 0).sum()),
+        groups_trained=len(np.unique(groups_N[trained_N])),
+        groups_short=0 if groups_wanted is None else max(0, groups_wanted - int(signal_G.sum())),
     )

@@ -1,10 +1,13 @@
 """Groups of completions that share a prompt, addressed by an integer index per row, in any row order."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from rloo_pipeline.errors import UserError
+
+WithoutSignal = Literal["keep", "drop", "resample"]
 
 
 def index_groups(prompt_ids_N: Sequence[str]) -> tuple[np.ndarray, list[str]]:
@@ -44,3 +47,19 @@ def informative(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray
     """Whether the valid rewards of a group differ, bool [G]; a group with fewer than two valid rows has no signal."""
     values, rows = rewards_N[valid_N], groups_N[valid_N]
     return -group_minima(-values, rows, groups) > group_minima(values, rows, groups)
+
+
+def select_groups(informative_G: np.ndarray, without_signal: WithoutSignal, wanted: int | None = None) -> np.ndarray:
+    """Which groups are trained on, bool [G]: all, the informative ones, or the first `wanted` informative ones.
+
+    resample is dynamic sampling (Yu et al. 2025, arXiv:2503.14476, DAPO) over prompts drawn in surplus beforehand;
+    the order is that of the group indices. Whole groups are taken or left, never rows. Raises ValueError on resample
+    without `wanted`.
+    """
+    if without_signal == "keep":
+        return np.ones_like(informative_G)
+    if without_signal == "drop":
+        return informative_G.copy()
+    if wanted is None:
+        raise ValueError("resample needs the number of groups wanted")
+    return informative_G & (np.cumsum(informative_G) <= wanted)

@@ -41,3 +41,12 @@ def sequence_kl(token_kl_flat: np.ndarray, offsets_N1: np.ndarray, normalization
     tokens = np.asarray(token_kl_flat, np.float64)[offsets_N1[0] : offsets_N1[-1]]
     kl_N = np.bincount(rows, weights=tokens, minlength=len(lengths_N))
     return kl_N / np.maximum(lengths_N, 1) if normalization == "length" else kl_N
+
+
+def adapted_beta(beta: float, kl: float, target: float, gain: float = 0.1) -> float:
+    """Next beta of the adaptive controller: beta * (1 + gain * clip(kl / target - 1, -0.2, 0.2)).
+
+    kl: mean over the iteration's completions; target > 0; both nats. Source: Ziegler et al. 2019, arXiv:1909.08593,
+    section 2.2, with gain 0.1.
+    """
+    return beta * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))

@@ -1,5 +1,8 @@
 """Advantages, KL and loss against values worked out by hand."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -62,8 +65,9 @@ def test_group_size_shrunk_to_one_valid_row():
         advantages.NO_SIBLING, advantages.INVALID, None, None, advantages.INVALID, advantages.INVALID,
     ]  # fmt: skip
     assert result.counts == advantages.Counts(
-        rows=6, rows_invalid=3, rows_trained=2,
-        groups=3, groups_without_signal=2, groups_of_one_valid_row=1, groups_without_valid_rows=1,
+        rows=6, rows_invalid=3, rows_masked=0, rows_trained=2,
+        groups=3, groups_without_signal=2, groups_of_one_valid_row=1, groups_without_valid_rows=1, groups_trained=1,
+        groups_short=0,
     )  # fmt: skip
 
 
@@ -169,6 +173,22 @@ def test_beta_without_a_reference_is_refused():
 def test_what_is_not_finite_is_refused(reward, kl, what):
     with pytest.raises(UserError, match=f"row 3, prompt_id prompt-1: its {what} is not finite"):
         compute([0, 1, 0, reward], [0, 0, 1, 1], kl=np.array([0, 0, 0, kl]), beta=0.1)
+
+
+def test_what_advantages_and_evaluation_need_loads_no_torch():
+    names = [
+        "advantages",
+        "correction",
+        "gradient_variance",
+        "kl",
+        "normalization",
+        "penalties",
+        "schedule",
+        "statistics",
+    ]
+    imports = "; ".join(f"import rloo_pipeline.objective.{name}" for name in names)
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_leave_one_out_on_an_empty_batch():

@@ -69,19 +69,6 @@ def test_leave_one_out_is_unbiased_with_the_kl_in_the_reward():
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("k", [2, 3])
-def test_ones_own_reward_in_the_baseline_shrinks_the_gradient_by_its_share(k):
-    logits = make_logits(3)
-
-    def with_own_reward(drawn):
-        rewards_N = REWARDS_C[drawn.completions_N]
-        return rewards_N - rewards_N.mean()
-
-    shrunk = expected_gradient(logits, k, loss_with(with_own_reward))
-    whole = expected_gradient(logits, k, loss_with(lambda drawn: leave_one_out(drawn, k)))
-    torch.testing.assert_close(shrunk, (k - 1) / k * whole, rtol=0, atol=1e-10)
-
-
 def test_a_whole_completion_is_the_action():
     """The mean over tokens in place of the sum is another, wrong, gradient for completions of unequal length."""
     logits = make_logits(1)
