@@ -7,12 +7,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.engines import Request, Sample
 from rloo_pipeline.engines.checks import check_model, check_requests
 from rloo_pipeline.engines.eos import eos_token_ids
+from rloo_pipeline.policy.load import load_model
 from rloo_pipeline.progress import Progress
 
 
@@ -80,14 +81,10 @@ class TransformersEngine:
         check_model(model)
         if execution.threads is not None:
             torch.set_num_threads(execution.threads)
-        transformers.utils.logging.disable_progress_bar()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-        )
+        self.model: Any = load_model(model, dtype, trust_remote_code=trust_remote_code)
         # generate() fills what is unset from the model's own defaults: top_p, penalties and the like.
-        loaded.generation_config = GenerationConfig()
-        self.model: Any = loaded.eval().to(self.device)
+        self.model.generation_config = GenerationConfig()
+        self.device = self.model.device
         self.eos = eos_token_ids(model)
         self.max_model_len, self.max_tokens, self.temperature = max_model_len, max_tokens, temperature
         self.batch_size = execution.generation_batch_size

@@ -1,6 +1,7 @@
 """Generation by vLLM inside this process, on a GPU or on a CPU."""
 
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +23,12 @@ CPU_MAX_SEQUENCES = 128
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Importing and building make objects that stay: collecting among them costs a quarter of the start-up."""
+    """Importing and building make objects that stay: looking for garbage among them is a third of the start-up."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()
 
@@ -40,6 +40,7 @@ def import_vllm() -> Any:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["DO_NOT_TRACK"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     with _no_garbage_collection():
         import vllm
         from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: F401  (vllm imports its parts on demand)
@@ -51,7 +52,7 @@ def import_vllm() -> Any:
 
 
 class VllmEngine:
-    """Samples with vLLM; on a CPU without compiling, which would need a C++ compiler and half a minute."""
+    """Samples with vLLM; on a CPU without compiling, which would need a C++ compiler and most of a minute."""
 
     name = "vllm"
 
@@ -78,31 +79,16 @@ class VllmEngine:
         self.eos = eos_token_ids(model)
         self.max_model_len, self.max_tokens, self.temperature = max_model_len, max_tokens, temperature
         arguments = {
-            "max_model_len": max_model_len,
             "dtype": dtype,
             "seed": seed % 2**32,
+            "max_model_len": max_model_len,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             **self._device_arguments(),
         }
-        resources = (
-            {"kv_cache_memory_bytes": execution.cpu_kv_cache_gib * GIB}
-            if self.on_cpu
-            else {"gpu_memory_utilization": execution.gpu_memory_utilization}
+        self.engine = self._start(
+            model=str(model), trust_remote_code=trust_remote_code, **arguments, **self._memory(execution)
         )
-        with _no_garbage_collection(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            self.engine: Any = self.vllm.LLMEngine.from_engine_args(
-                self.vllm.EngineArgs(
-                    model=str(model),
-                    trust_remote_code=trust_remote_code,
-                    skip_tokenizer_init=True,
-                    disable_log_stats=True,
-                    use_tqdm_on_load=False,
-                    **arguments,
-                    **resources,
-                )
-            )
         self.settings: Mapping[str, Any] = {
             "engine": self.name,
             "engine_version": self.vllm.__version__,
@@ -111,9 +97,35 @@ class VllmEngine:
             **arguments,
             "max_tokens": max_tokens,
             "temperature": temperature,
-            "sampler": "per-request seeds",
+            "sampler": "vLLM's, seeded by request",
             "eos_token_ids": list(self.eos),
         }
+
+    def _start(self, **arguments: Any) -> Any:
+        gc.freeze()  # vLLM collects garbage several times on its way; close() thaws.
+        with _no_garbage_collection(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            try:
+                return self.vllm.LLMEngine.from_engine_args(
+                    self.vllm.EngineArgs(
+                        load_format="safetensors",
+                        skip_tokenizer_init=True,
+                        disable_log_stats=True,
+                        use_tqdm_on_load=False,
+                        **arguments,
+                    )
+                )
+            except ValueError as error:
+                raise UserError(
+                    f"{arguments['model']}: vLLM does not start: {error}; if it is about memory, change "
+                    "execution.cpu_kv_cache_gib (CPU) or execution.gpu_memory_utilization (GPU); or set the engine to "
+                    "transformers"
+                ) from error
+
+    def _memory(self, execution: ExecutionConfig) -> dict[str, Any]:
+        if self.on_cpu:
+            return {"kv_cache_memory_bytes": execution.cpu_kv_cache_gib * GIB}
+        return {"gpu_memory_utilization": execution.gpu_memory_utilization}
 
     def _device_arguments(self) -> dict[str, Any]:
         if not self.on_cpu:
@@ -168,8 +180,6 @@ class VllmEngine:
         """Give back all memory."""
         self.engine.engine_core.shutdown()
         self.engine = None
-        gc.unfreeze()
-        gc.collect()
 
 
 def _sample(output: Any) -> Sample:
