@@ -58,9 +58,11 @@ def token_ids(rows: pa.Table, tokenizer: Any) -> list[Ids]:
 def _load(config: RewardConfig, root: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
 
     from rloo_pipeline.policy.load import device
 
+    logging.disable_progress_bar()
     local = root / str(config.model)
     origin = str(local) if local.is_dir() else str(config.model)
     try:
