@@ -1,6 +1,7 @@
 """A softmax policy so small that every completion, and every group of them, can be written down."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 
@@ -54,6 +55,17 @@ def every_draw(logits: torch.Tensor, completions_per_prompt: int) -> Iterator[Dr
         yield Drawn(completions_N, groups_N, float(chance_PC[groups_N, completions_N].prod()))
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny backward passes: on a busy machine their threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def expected_gradient(
     logits: torch.Tensor,
     completions_per_prompt: int,
@@ -66,14 +78,21 @@ def expected_gradient(
     the logits that the draws come from, if not those.
     """
     total = torch.zeros_like(logits)
-    for drawn in every_draw(logits if sampler is None else sampler, completions_per_prompt):
-        leaf = logits.clone().requires_grad_()
-        all_PCT = torch.stack([logprobs_of(logits_SV) for logits_SV in leaf])
-        logprobs_NT = all_PCT[drawn.groups_N, drawn.completions_N]
-        loss_of(logprobs_NT, MASK_CT[drawn.completions_N], drawn).backward()
-        assert leaf.grad is not None
-        total += drawn.probability * leaf.grad
+    with one_thread():
+        for drawn in every_draw(logits if sampler is None else sampler, completions_per_prompt):
+            total += drawn.probability * _gradient(logits, drawn, loss_of)
     return total
+
+
+def _gradient(
+    logits: torch.Tensor, drawn: Drawn, loss_of: Callable[[torch.Tensor, torch.Tensor, Drawn], torch.Tensor]
+) -> torch.Tensor:
+    leaf = logits.clone().requires_grad_()
+    all_PCT = torch.stack([logprobs_of(logits_SV) for logits_SV in leaf])
+    logprobs_NT = all_PCT[drawn.groups_N, drawn.completions_N]
+    loss_of(logprobs_NT, MASK_CT[drawn.completions_N], drawn).backward()
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def policy_gradient(
