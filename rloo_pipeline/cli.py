@@ -78,7 +78,8 @@ def prepare(iteration: Annotated[str, typer.Argument(help="Always 0000.")] = INI
         if iteration != INITIAL:
             raise UserError(f"prepare {iteration}: it runs once, before the first iteration; leave the id out")
         context = make_context(params, layout, INITIAL)
-        stage.run(context, params.policy, params.prompts, len(params.iterations))
+        max_tokens = {"train": params.rollouts.max_tokens, "eval": params.evaluate.max_tokens}
+        stage.run(context, params.policy, params.prompts, max_tokens, len(params.iterations))
 
 
 @app.command()

@@ -45,12 +45,15 @@ def of_table(table: pa.Table) -> str:
 
 def _hash_array(digest: "hashlib._Hash", array: pa.Array) -> None:
     kind = array.type
-    digest.update(f"{kind} {len(array)}\0".encode())
+    # Child fields of lists are named otherwise before and after a Parquet file, so the kind of the list alone counts.
+    nested = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    tag = "list" if nested else f"struct {kind.names}" if pa.types.is_struct(kind) else str(kind)
+    digest.update(f"{tag} {len(array)}\0".encode())
     if len(array) == 0:
         return
     if array.null_count:
         digest.update(array.is_valid().cast(pa.uint8()).to_numpy(zero_copy_only=False).tobytes())
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if nested:
         digest.update(pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).tobytes())
         _hash_array(digest, array.flatten())
     elif pa.types.is_struct(kind):

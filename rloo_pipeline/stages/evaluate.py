@@ -44,12 +44,14 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     sampler = Sampler(context, policy, config, prompts, config.samples_per_prompt, ("evaluate",))
     inputs = {"policy": policy.fingerprint, "reference": reference.fingerprint, "prompts": prompts_fingerprint}
     sampling = config.model_dump(mode="json", exclude={"pass_k", "pass_threshold", "bootstrap_resamples"})
-    sampled = Record(context, "evaluate", inputs, {"sampling": sampling}).work
+    sampling_record = Record(context, "evaluate", inputs, {"sampling": sampling})
+    sampled = sampling_record.work
     files = [file for file, _, _ in sampler.write(sampled, lambda table: table, COLUMNS)]
     _score_reference(context, config, sampled, files, policy, reference)
 
     settings = {"evaluate": config.model_dump(mode="json"), "rewards": [item.model_dump(mode="json") for item in rewards]}
-    record = Record(context, "evaluate", {**inputs, **reward_files(rewards, layout.root)}, settings)
+    all_inputs = {**inputs, **reward_files(rewards, layout.root)}
+    record = Record(context, "evaluate", all_inputs, settings, started=sampling_record.started)
     entries = _score_rewards(context, rewards, held_out, sampled, record.work, files)
     output = write_shards_manifest(record.work, entries, {"policy_fingerprint": policy.fingerprint, "skipped": False})
     table = read_shards(record.work)

@@ -22,9 +22,18 @@ from rloo_pipeline.stages.context import Context, Record
 from rloo_pipeline.stages.sampling import tell_filtered
 
 
-def run(context: Context, policy: PolicyConfig, prompts: PromptsConfig, iterations: int) -> None:
-    """Fetch the policy, load and check the prompts, write both; raises UserError on unusable input."""
-    settings = {"policy": policy.model_dump(mode="json"), "prompts": prompts.model_dump(mode="json")}
+def run(
+    context: Context, policy: PolicyConfig, prompts: PromptsConfig, max_tokens: Mapping[str, int], iterations: int
+) -> None:
+    """Fetch the policy, load and check the prompts, write both; raises UserError on unusable input.
+
+    max_tokens: how many tokens train and eval prompts must leave room for in the context.
+    """
+    settings = {
+        "policy": policy.model_dump(mode="json"),
+        "prompts": prompts.model_dump(mode="json"),
+        "max_tokens": dict(max_tokens),
+    }
     record = Record(context, "prepare", {}, settings)
     work = record.work
     shutil.rmtree(work, ignore_errors=True)
@@ -37,9 +46,10 @@ def run(context: Context, policy: PolicyConfig, prompts: PromptsConfig, iteratio
     check_space(context.layout, work / "model", iterations)
 
     tokenizer = load_tokenizer(work / "model", policy.trust_remote_code)
-    limit = prompt_limit(context_length(work / "model"), 1, prompts.max_prompt_tokens)
+    context_tokens = context_length(work / "model")
     fingerprints = {"policy": policy_fingerprint}
     for split, table in tables.items():
+        limit = prompt_limit(context_tokens, max_tokens[split], prompts.max_prompt_tokens)
         kept, filtered = _short_enough(table, tokenizer, limit)
         fingerprints[split] = write_table(work / "prompts" / f"{split}.parquet", kept)
         record.metrics |= {f"{split}_prompts": kept.num_rows, f"{split}_prompts_filtered": len(filtered)}

@@ -148,13 +148,13 @@ def accumulate(
     from rloo_pipeline.objective.loss import sequence_loss
 
     totals = Totals(0.0, 0.0, [np.empty(0, np.float32)] * len(rows))
-    advantages_N = torch.from_numpy(rows.advantages_N).to(model.device)
+    advantages_N = torch.tensor(rows.advantages_N, device=model.device)
     with progress("update", len(rows), "completions") as done:
         for batch in batches(rows.prompts_N, rows.completions_N, batch_tokens):
             batch = batch.to(model.device)
             with _precision(config, model.device):
                 scores = score_batch(model, batch, temperature)
-            advantages_B = advantages_N[torch.from_numpy(batch.rows_B)]
+            advantages_B = advantages_N[torch.from_numpy(batch.rows_B).to(model.device)]
             loss = sequence_loss(scores.logprobs_BT, batch.completion_mask_BT, advantages_B, len(rows))
             loss.backward()
             totals.loss += loss.item()
