@@ -59,6 +59,26 @@ def set_eos(model: Path, ids: list[int] | None) -> Path:
     return model
 
 
+def set_tokenizer_eos(model: Path, token_id: int) -> Path:
+    """Make this id the EOS of the saved model's tokenizer, and of it alone."""
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    [token] = [token for token, number in vocabulary.items() if number == token_id]
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": token}))
+    return model
+
+
+def assert_ends_at_eos(endless: Sequence[Sample], ended: Sequence[Sample], eos: Sequence[int]) -> None:
+    """Each sample is the endless one up to its first EOS, which is kept and has its log-prob."""
+    assert {sample.finish_reason for sample in endless} == {"length"}
+    assert {sample.finish_reason for sample in ended} == {"length", "stop"}
+    for full, cut in zip(tokens(endless), ended, strict=True):
+        stops = [place for place, token in enumerate(full) if token in eos]
+        assert cut.finish_reason == ("stop" if stops else "length")
+        assert cut.token_ids == (full[: stops[0] + 1] if stops else full)
+        assert len(cut.logprobs) == len(cut.token_ids)
+
+
 def add_sampling_defaults(model: Path) -> Path:
     """Give the saved model a generation_config.json that would sample from another distribution."""
     path = model / "generation_config.json"
