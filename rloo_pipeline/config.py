@@ -314,7 +314,8 @@ def parse_params(values: Mapping[str, Any], path: Path = Path("params.yaml")) ->
 
 def load_params(path: Path) -> Params:
     """Read and check params.yaml; raises UserError that names file, key and what to do."""
-    from ruamel.yaml import YAML, YAMLError
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
 
     if not path.exists():
         raise UserError(f"{path}: no such file; run this in a project's folder, the one with params.yaml")
