@@ -78,4 +78,5 @@ def rows_of(table: pa.Table, name: str) -> list[np.ndarray]:
     """The rows of a list column as views into one flat array."""
     column = table[name].combine_chunks()
     flat, lengths = column.flatten().to_numpy(), column.value_lengths().to_numpy()
-    return np.split(flat, np.cumsum(lengths)[:-1])
+    # Splitting at every row's end leaves nothing behind the last one, and no row of an empty table.
+    return np.split(flat, np.cumsum(lengths))[:-1]
