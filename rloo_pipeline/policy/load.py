@@ -28,16 +28,20 @@ def load_tokenizer(model: Path, trust_remote_code: bool = False) -> "PreTrainedT
 
 
 def load_config(model: Path, trust_remote_code: bool = False) -> Any:
-    """The model's configuration with every dropout rate set to 0.
+    """The model's configuration with every rate of dropout, of tokens or of layers, set to 0.
 
-    Dropout would make two passes over the same tokens differ, so that no ratio is exactly 1.
+    Dropout would make two passes over the same tokens differ, so that no ratio is exactly 1. Raises UserError if
+    config.json is missing or not of a known architecture.
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model / 'config.json'}: no configuration could be loaded from it: {error}") from error
     for part in (config, config.get_text_config()):
         for key, value in part.to_dict().items():
-            if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_dropout_prob"))):
+            if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
     return config
 
@@ -61,9 +65,9 @@ def load_model(model: Path, dtype: str, *, trust_remote_code: bool = False) -> "
     return loaded.to(device()).eval()
 
 
-def context_length(model: Path) -> int:
+def context_length(model: Path, trust_remote_code: bool = False) -> int:
     """The most tokens the model can see; raises UserError if its configuration does not say."""
-    length = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
+    length = getattr(load_config(model, trust_remote_code).get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise UserError(f"{model / 'config.json'}: max_position_embeddings is missing, so the context is not known")
     return length

@@ -46,7 +46,7 @@ def run(
     check_space(context.layout, work / "model", iterations)
 
     tokenizer = load_tokenizer(work / "model", policy.trust_remote_code)
-    context_tokens = context_length(work / "model")
+    context_tokens = context_length(work / "model", policy.trust_remote_code)
     fingerprints = {"policy": policy_fingerprint}
     for split, table in tables.items():
         limit = prompt_limit(context_tokens, max_tokens[split], prompts.max_prompt_tokens)

@@ -41,7 +41,7 @@ def prepare_prompts(table: pa.Table, policy: Policy, max_tokens: int) -> Prompts
     """Apply the chat template and leave out, with reasons, what does not fit the context with max_tokens to come."""
     tokenizer = load_tokenizer(policy.model, policy.trust_remote_code)
     texts, token_ids = render(table["prompt"].to_pylist(), tokenizer)
-    limit = prompt_limit(context_length(policy.model), max_tokens)
+    limit = prompt_limit(context_length(policy.model, policy.trust_remote_code), max_tokens)
     kept_P, reasons = fits([len(ids) for ids in token_ids], limit)
     ids = table["prompt_id"].to_pylist()
     filtered = {ids[row]: reason for row, reason in reasons.items()}
