@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from rloo_pipeline.config import LogprobsConfig
 from rloo_pipeline.manifest import read_manifest
+from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import open_policy
 from rloo_pipeline.policy.logprobs import Scorer
@@ -61,11 +62,10 @@ def _describe(record: Record, rollouts: pa.Table, logprobs: pa.Table) -> None:
 
 def sampler_gap(sampler_N: Sequence[np.ndarray], policy_N: Sequence[np.ndarray]) -> dict[str, float]:
     """How far recomputed log-probs are from the sampler's, nats: per token and summed over a completion."""
-    gaps = np.concatenate(policy_N).astype(np.float64) - np.concatenate(sampler_N)
-    starts = np.cumsum([0, *(len(row) for row in sampler_N)])[:-1]
-    sequences = np.abs(np.add.reduceat(gaps, starts))
+    gaps = token_kl(np.concatenate(policy_N), np.concatenate(sampler_N))
+    sequences = sequence_kl(gaps, np.cumsum([0, *(len(row) for row in sampler_N)]))
     return {
-        "sampler_gap/token_mean": float(np.abs(gaps).mean()),
-        "sampler_gap/token_max": float(np.abs(gaps).max()),
-        "sampler_gap/sequence_max": float(sequences.max()),
+        "sampler_gap/token_mean": float(np.abs(gaps).sum() / max(len(gaps), 1)),
+        "sampler_gap/token_max": float(np.abs(gaps).max(initial=0)),
+        "sampler_gap/sequence_max": float(np.abs(sequences).max()),
     }
