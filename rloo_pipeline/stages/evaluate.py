@@ -141,7 +141,9 @@ def quality(table: pa.Table, opponent: pa.Table | None, config: EvaluateConfig, 
         raise UserError("a held-out prompt has no valid reward at all; see reward_error in the rows or mend the reward")
     metrics = {"kl": float(table["kl"].to_numpy().mean())}
     metrics |= _interval("reward", np.nanmean(rewards_PN, axis=1), config, seed)
-    valid_P, passed_P = (~np.isnan(rewards_PN)).sum(1), (rewards_PN >= config.pass_threshold).sum(1)
+    # Rewards are float32: 0.9 among them is less than 0.9 in float64.
+    passed_P = (rewards_PN >= np.float32(config.pass_threshold)).sum(1)
+    valid_P = (~np.isnan(rewards_PN)).sum(1)
     for k in config.pass_k:
         if valid_P.min() >= k:
             metrics[f"pass@{k}"] = float(pass_at_k(valid_P, passed_P, k).mean())
