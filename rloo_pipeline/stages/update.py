@@ -209,6 +209,9 @@ def take_step(
     rate = learning_rate(step, config.learning_rate, config.warmup_steps, config.schedule, config.schedule_steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
+    for parameter in parameters.values():
+        if parameter.grad is None:  # Not reached by text alone, as an image encoder: its moments stay 0.
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return {"grad_norm": norm, "learning_rate": rate, "step": step + 1}
 
