@@ -35,7 +35,7 @@ def run(layout: Layout, params: Params) -> None:
 
 def seconds(layout: Layout, iteration: str) -> float:
     """How long the stages of an iteration took, in all."""
-    return sum(_read(layout.timings(stage, iteration)).get("seconds", 0.0) for stage in STAGES)
+    return float(sum(_read(layout.timings(stage, iteration)).get("seconds", 0.0) for stage in STAGES))
 
 
 def show(layout: Layout, params: Params) -> None:
@@ -47,7 +47,7 @@ def show(layout: Layout, params: Params) -> None:
     for title in ("iteration", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "seconds"):
         table.add_column(title, justify="right")
     for row in collect(layout, params):
-        interval = "–"
+        interval = "-"
         if "evaluate/reward" in row:
             low, high = row["evaluate/reward_low"], row["evaluate/reward_high"]
             interval = f"{row['evaluate/reward']:.3f} ({low:.3f} to {high:.3f})"
@@ -64,4 +64,4 @@ def show(layout: Layout, params: Params) -> None:
 
 
 def _number(row: Row, name: str, form: str) -> str:
-    return format(row[name], form) if name in row else "–"
+    return format(row[name], form) if name in row else "-"

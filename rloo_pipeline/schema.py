@@ -10,9 +10,7 @@ Spec = tuple[str, pa.DataType, bool, str]  # name, type, nullable, meaning
 
 
 def _schema(specs: Sequence[Spec]) -> pa.Schema:
-    return pa.schema(
-        [pa.field(name, kind, nullable, {"meaning": meaning}) for name, kind, nullable, meaning in specs]
-    )
+    return pa.schema([pa.field(name, kind, nullable, {"meaning": meaning}) for name, kind, nullable, meaning in specs])
 
 
 KEYS: tuple[Spec, ...] = (

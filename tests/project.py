@@ -78,9 +78,7 @@ class Project:
         shutil.copytree(REPOSITORY / "sources", root / "sources", ignore=lambda *_: ["*.json"])
         shutil.copytree(REPOSITORY / ".dvc", root / ".dvc", ignore=shutil.ignore_patterns("cache", "tmp"))
         (root / "rloo_pipeline").mkdir()
-        shutil.copyfile(
-            REPOSITORY / "rloo_pipeline" / "algorithms.yaml", root / "rloo_pipeline" / "algorithms.yaml"
-        )
+        shutil.copyfile(REPOSITORY / "rloo_pipeline" / "algorithms.yaml", root / "rloo_pipeline" / "algorithms.yaml")
         project = cls(root)
         project.write_params(PARAMS)
         project.run("git", "init", "-q")

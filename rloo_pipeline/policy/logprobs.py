@@ -86,7 +86,7 @@ def score_batch(model: "PreTrainedModel", batch: Batch, temperature: float) -> S
     size = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
     parts = [
         checkpoint(chunk, hidden, ids, use_reentrant=False) if torch.is_grad_enabled() else chunk(hidden, ids)
-        for hidden, ids in zip(hidden_RH.split(size), ids_R.split(size), strict=True)
+        for hidden, ids in zip(torch.split(hidden_RH, size), torch.split(ids_R, size), strict=True)
     ]
     logprobs_R = torch.cat([logprobs for logprobs, _ in parts])
     logprobs_BT = logprobs_R.new_zeros(batch.completion_mask_BT.shape).index_put((row, step), logprobs_R)

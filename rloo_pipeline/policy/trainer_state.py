@@ -42,7 +42,9 @@ def restore(optimizer: "torch.optim.Optimizer", names: dict[str, "torch.nn.Param
         expected = {f"{moment}/{name}" for name in names for moment in MOMENT_NAMES}
         if set(file.keys()) != expected:
             wrong = sorted(set(file.keys()) ^ expected)
-            raise UserError(f"{directory / MOMENTS}: {wrong[0]} and {len(wrong) - 1} more do not fit the policy's weights")
+            raise UserError(
+                f"{directory / MOMENTS}: {wrong[0]} and {len(wrong) - 1} more do not fit the policy's weights"
+            )
         for name, parameter in names.items():
             moments = {moment: file.get_tensor(f"{moment}/{name}").to(parameter.device) for moment in MOMENT_NAMES}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}

@@ -113,7 +113,9 @@ class Record:
         layout, iteration = self.context.layout, self.context.iteration
         seconds = time.monotonic() - self.started
         write_json(layout.metrics(self.stage, iteration), self.metrics)
-        write_json(layout.timings(self.stage, iteration), {"seconds": seconds, "peak_memory_bytes": _peak(), **self.timings})
+        write_json(
+            layout.timings(self.stage, iteration), {"seconds": seconds, "peak_memory_bytes": _peak(), **self.timings}
+        )
         write_json(layout.provenance(self.stage, iteration), self._provenance(output_fingerprint))
         for work, final in outputs.items():
             publish(work, final)

@@ -49,7 +49,10 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     files = [file for file, _, _ in sampler.write(sampled, lambda table: table, COLUMNS)]
     _score_reference(context, config, sampled, files, policy, reference)
 
-    settings = {"evaluate": config.model_dump(mode="json"), "rewards": [item.model_dump(mode="json") for item in rewards]}
+    settings = {
+        "evaluate": config.model_dump(mode="json"),
+        "rewards": [item.model_dump(mode="json") for item in rewards],
+    }
     all_inputs = {**inputs, **reward_files(rewards, layout.root)}
     record = Record(context, "evaluate", all_inputs, settings, started=sampling_record.started)
     entries = _score_rewards(context, rewards, held_out, sampled, record.work, files)
@@ -74,7 +77,7 @@ def _write_nothing(context: Context, config: EvaluateConfig, rewards: Sequence[R
 def _score_reference(
     context: Context, config: EvaluateConfig, sampled: Path, files: Sequence[str], policy: Policy, reference: Policy
 ) -> None:
-    """KL of every completion to the reference, in shards beside the sampled ones; 0 without a pass for equal weights."""
+    """KL of each completion to the reference, in shards beside the sampled ones; 0 without a pass for equal weights."""
     scorer = Scorer(reference, config.dtype, config.temperature, context.execution.logprobs_batch_tokens, "reference")
 
     def make(index: int) -> pa.Table:
@@ -131,7 +134,8 @@ def rewards_by_prompt(table: pa.Table) -> np.ndarray:
     """Rewards [P, n], float64, prompts by id and samples by index, NaN where a row has none."""
     ordered = table.sort_by([(name, "ascending") for name in KEY_NAMES])
     prompts = len(set(table["prompt_id"].to_pylist()))
-    return ordered["reward"].cast(pa.float64()).to_numpy().reshape(prompts, -1)
+    rewards_N: np.ndarray = ordered["reward"].cast(pa.float64()).to_numpy()
+    return rewards_N.reshape(prompts, -1)
 
 
 def quality(table: pa.Table, opponent: pa.Table | None, config: EvaluateConfig, seed: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ FLOATS = pa.list_(pa.float32())
 
 
 def run(context: Context, config: LogprobsConfig) -> None:
-    """Score the rollouts shard by shard, write shards and manifest; raises UserError if rollouts are not the policy's."""
+    """Score the rollouts shard by shard, write shards and manifest; raises UserError if an input is not whole."""
     layout, iteration = context.layout, context.iteration
     rollouts = read_manifest(layout.rollouts(iteration))
     temperature = rollouts["facts"]["temperature"]

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from rloo_pipeline import fingerprint
 from rloo_pipeline.config import PolicyConfig, PromptsConfig
-from rloo_pipeline.data.filter import fits, prompt_limit
+from rloo_pipeline.data.filter import Limit, fits, prompt_limit
 from rloo_pipeline.data.load import load_rows, source_name
 from rloo_pipeline.data.prompts import prompt_table, split_rows
 from rloo_pipeline.data.template import render
@@ -76,7 +76,7 @@ def load_prompts(context: Context, config: PromptsConfig) -> dict[str, pa.Table]
     return {"train": train, "eval": held_out}
 
 
-def _short_enough(table: pa.Table, tokenizer: object, limit: object) -> tuple[pa.Table, Mapping[str, str]]:
+def _short_enough(table: pa.Table, tokenizer: object, limit: Limit) -> tuple[pa.Table, Mapping[str, str]]:
     _, token_ids = render(table["prompt"].to_pylist(), tokenizer)
     kept_P, reasons = fits([len(ids) for ids in token_ids], limit)
     ids = table["prompt_id"].to_pylist()

@@ -55,7 +55,9 @@ def run(context: Context, config: UpdateConfig) -> None:
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters, config)
     step = trainer_state.restore(optimizer, parameters, state)
-    totals = accumulate(model, rows, rollouts["facts"]["temperature"], config, context.execution.update_microbatch_tokens)
+    totals = accumulate(
+        model, rows, rollouts["facts"]["temperature"], config, context.execution.update_microbatch_tokens
+    )
     record.metrics |= check_gap(totals, rows, config, iteration)
     record.metrics |= take_step(optimizer, parameters, config, step)
     _describe(record, totals, rows)
@@ -111,8 +113,12 @@ def trained_rows(rollouts: pa.Table, advantages: pa.Table) -> Rows:
     table = table.filter(table["trained"])
     if table.num_rows == 0:
         raise UserError("no completion is trained on: none has a valid reward and a valid sibling; see the rewards")
-    names = ("prompt_token_ids", "completion_token_ids", "sampler_logprobs")
-    return Rows(*(rows_of(table, name) for name in names), table["advantage"].to_numpy())
+    return Rows(
+        rows_of(table, "prompt_token_ids"),
+        rows_of(table, "completion_token_ids"),
+        rows_of(table, "sampler_logprobs"),
+        table["advantage"].to_numpy(),
+    )
 
 
 def _trainable(policy: Policy, checkpointing: bool) -> "PreTrainedModel":
@@ -156,7 +162,7 @@ def accumulate(
                 scores = score_batch(model, batch, temperature)
             advantages_B = advantages_N[torch.from_numpy(batch.rows_B).to(model.device)]
             loss = sequence_loss(scores.logprobs_BT, batch.completion_mask_BT, advantages_B, len(rows))
-            loss.backward()
+            torch.autograd.backward(loss)
             totals.loss += loss.item()
             totals.entropy += scores.entropy.item()
             for row, logprobs_T in _unpadded(batch, scores.logprobs_BT):
@@ -179,7 +185,7 @@ def _unpadded(batch: Batch, logprobs_BT: "torch.Tensor") -> Iterator[tuple[int, 
 
 
 def check_gap(totals: Totals, rows: Rows, config: UpdateConfig, iteration: str) -> dict[str, float]:
-    """The gap between sampler and trainer, nats; in float32 one above the tolerance raises UserError, else it is told."""
+    """The gap between sampler and trainer, nats; above the tolerance UserError in float32, a warning in bfloat16."""
     gap = sampler_gap(rows.sampler_logprobs_N, totals.logprobs_N)
     largest = gap["sampler_gap/token_max"]
     if largest <= config.sampler_tolerance:
@@ -203,15 +209,15 @@ def take_step(
     """Clip the gradient and step at the schedule's rate; `step` counts the steps before this one, from 0."""
     import torch
 
+    for parameter in parameters.values():
+        if parameter.grad is None:  # Not reached by text alone, as an image encoder: its moments stay 0.
+            parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm or math.inf).item()
     if not math.isfinite(norm):
         raise UserError(f"the gradient norm is {norm}: a log-prob or an advantage overflowed; nothing was written")
     rate = learning_rate(step, config.learning_rate, config.warmup_steps, config.schedule, config.schedule_steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    for parameter in parameters.values():
-        if parameter.grad is None:  # Not reached by text alone, as an image encoder: its moments stay 0.
-            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return {"grad_norm": norm, "learning_rate": rate, "step": step + 1}
 
