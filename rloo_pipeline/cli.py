@@ -39,6 +39,8 @@ def main() -> None:
     gc.set_threshold(100_000, 50, 100)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a log gets plain lines; libraries' bars would fill it
     try:
         app()
     except UserError as error:
