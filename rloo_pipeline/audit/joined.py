@@ -57,11 +57,12 @@ def _with_prompts(table: pa.Table, layout: Layout, iteration: str, fingerprints:
     if not path.exists():
         say(f"prompts left out: {path} is not there; run `dvc repro prepare` or `dvc checkout`")
         return table
-    prompts, fingerprints["prompts"] = read_table(path)
+    prompts, content = read_table(path)
     made_from = _inputs(layout, "rollouts", iteration, fingerprints["rollouts"])
-    if made_from.get("prompts", fingerprints["prompts"]) != fingerprints["prompts"]:
+    if made_from.get("prompts", content) != content:
         say(f"prompts left out: {path} is not what rollouts {iteration} were made from; run `dvc repro` again")
         return table
+    fingerprints["prompts"] = content
     return join_prompts(table, prompts)
 
 
