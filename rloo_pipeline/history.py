@@ -40,12 +40,14 @@ def seconds(layout: Layout, iteration: str) -> float:
 
 def show(layout: Layout, params: Params) -> None:
     """Print the table of the run: rewards, win rate, KL, groups without signal, seconds."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="RLOO run")
+    # In the 80 columns of a log, headings may wrap, figures not.
+    table = Table(title="RLOO run", box=SIMPLE_HEAD)
     for title in ("iteration", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "seconds"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=title.startswith("held-out"))
     for row in collect(layout, params):
         interval = "-"
         if "evaluate/reward" in row:
