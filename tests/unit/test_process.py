@@ -1,0 +1,64 @@
+"""One stage at a time."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.process import die_with_dvc, exclusive
+
+HOLD = """
+import sys
+from pathlib import Path
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.process import exclusive
+with exclusive(Layout(Path(sys.argv[1])), "rollouts 0001"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    with exclusive(layout, "update 0001"):
+        with pytest.raises(UserError, match=r"update 0001.* runs in this project; wait.*run rewards 0001 again"):
+            with exclusive(layout, "rewards 0001"):
+                raise AssertionError
+    with exclusive(layout, "rewards 0001"):
+        pass
+
+
+def test_another_project_is_free(tmp_path: Path) -> None:
+    with exclusive(Layout(tmp_path / "a"), "update 0001"), exclusive(Layout(tmp_path / "b"), "update 0001"):
+        pass
+
+
+def test_a_failed_stage_gives_the_lock_back(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), exclusive(Layout(tmp_path), "update 0001"):
+        raise ZeroDivisionError
+    with exclusive(Layout(tmp_path), "update 0001"):
+        pass
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"rollouts 0001.*{process.pid}"), exclusive(Layout(tmp_path), "update 0001"):
+            raise AssertionError
+        process.kill()
+        process.wait()
+    with exclusive(Layout(tmp_path), "update 0001"):
+        pass
+
+
+def test_outside_dvc_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    before = threading.active_count()
+    die_with_dvc()
+    assert threading.active_count() == before

@@ -1,0 +1,119 @@
+"""Sharded Parquet: resumed, checked, and read in order."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.shards import read_shards, read_table, shard_name, write_shards, write_shards_manifest, write_table
+
+SCHEMA = pa.schema([pa.field("n", pa.int32(), False), pa.field("text", pa.string())])
+
+
+def part(index: int) -> pa.Table:
+    return pa.table({"n": [index * 2, index * 2 + 1], "text": ["a", None]}, schema=SCHEMA)
+
+
+class Maker:
+    """Makes shards and remembers which."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def __call__(self, index: int) -> pa.Table:
+        self.made.append(index)
+        return part(index)
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """Three shards and their manifest."""
+    work = tmp_path / "artifact"
+    write_shards_manifest(work, write_shards(work, 3, part, SCHEMA), {"fact": 1})
+    return work
+
+
+def flip_byte(path: Path, text: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(text)] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def swap_values(path: Path) -> None:
+    """Another table, written by another program that keeps the metadata."""
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(0, table.schema.field("n"), pa.array([8, 9], pa.int32())), path)
+
+
+def test_read_in_order(artifact: Path) -> None:
+    assert read_shards(artifact).to_pydict() == {"n": [0, 1, 2, 3, 4, 5], "text": ["a", None] * 3}
+    assert read_shards(artifact, ["n"]).column_names == ["n"]
+
+
+def test_equal_content_gives_equal_bytes(artifact: Path, tmp_path: Path) -> None:
+    write_shards_manifest(tmp_path / "b", write_shards(tmp_path / "b", 3, part, SCHEMA), {"fact": 1})
+    for path in artifact.iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_resume_makes_the_missing_shards_alone(tmp_path: Path) -> None:
+    def interrupted(index: int) -> pa.Table:
+        if index == 2:
+            raise KeyboardInterrupt
+        return part(index)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(tmp_path, 4, interrupted, SCHEMA)
+    make = Maker()
+    entries = write_shards(tmp_path, 4, make, SCHEMA)
+    assert make.made == [2, 3]
+    assert [(name, rows) for name, rows, _ in entries] == [(shard_name(index), 2) for index in range(4)]
+
+
+@pytest.mark.parametrize("damage", [truncate, swap_values, lambda path: path.write_bytes(b"")])
+def test_resume_makes_a_damaged_shard_again(tmp_path: Path, damage: object) -> None:
+    whole = write_shards(tmp_path, 3, part, SCHEMA)
+    damage(tmp_path / shard_name(1))  # type: ignore[operator]
+    make = Maker()
+    assert write_shards(tmp_path, 3, make, SCHEMA) == whole
+    assert make.made == [1]
+    assert read_table(tmp_path / shard_name(1))[0].to_pydict() == part(1).to_pydict()
+
+
+def test_flipped_byte(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_table(path, pa.table({"text": ["the quick brown fox"]}))
+    flip_byte(path, b"quick")
+    with pytest.raises(UserError, match=r"t\.parquet: .*; remove it and run the stage again"):
+        read_table(path)
+
+
+@pytest.mark.parametrize("damage", [truncate, swap_values, lambda path: path.unlink()])
+def test_damaged_artifact(artifact: Path, damage: object) -> None:
+    damage(artifact / shard_name(1))  # type: ignore[operator]
+    with pytest.raises(UserError, match=r"shard-00001\.parquet: .*run the stage"):
+        read_shards(artifact)
+
+
+def test_a_shard_of_another_artifact(artifact: Path) -> None:
+    (artifact / shard_name(0)).write_bytes((artifact / shard_name(2)).read_bytes())
+    with pytest.raises(UserError, match=r"shard-00000\.parquet: its content is not what .*manifest\.json says"):
+        read_shards(artifact)
+
+
+def test_an_artifact_without_manifest_does_not_exist(artifact: Path) -> None:
+    (artifact / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"manifest\.json: no such file.*run the stage that makes it"):
+        read_shards(artifact)
+
+
+def test_a_failed_shard_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(pa.ArrowInvalid):
+        write_shards(tmp_path, 1, lambda _: pa.table({"n": ["x"], "text": ["y"]}), SCHEMA)
+    assert not list(tmp_path.rglob("*.parquet"))
