@@ -57,7 +57,7 @@ REFUSED = [
     ({"rollouts.engine": "vlm"}, r"rollouts\.engine: .*'vllm'"),
     ({"rollouts.dtype": "float16"}, r"rollouts\.dtype: .*bfloat16"),
     ({"advantages.beta": -0.1}, r"advantages\.beta: "),
-    ({"advantages.baseline": "none"}, r"advantages\.baseline: .*leave_one_out"),
+    ({"advantages.baseline": "no_such"}, r"advantages\.baseline: .*leave_one_out"),
     ({"advantages.reward_clip_range": [1.0, 1.0]}, r"reward_clip_range: the lowest must be less than the highest"),
     ({"update.learning_rate": float("inf")}, r"update\.learning_rate: .*finite"),
     ({"update.learning_rate": -1e-3}, r"update\.learning_rate: "),
@@ -78,13 +78,13 @@ REFUSED = [
     # Rewards.
     ({"rewards": []}, r"rewards: .*at least 1"),
     ({"rewards": [{"name": "a"}]}, r"rewards\.0: reward a: name exactly one of function and model"),
-    ({"rewards": [{"name": "a", "function": "f:g", "model": "m"}]}, r"reward a: name exactly one of function and model"),
+    ({"rewards": [{"name": "a", "function": "f:g", "model": "m"}]}, r"reward a: name exactly one of function"),
     ({"rewards": [{"name": "a/b", "function": "f:g"}]}, r"rewards\.0\.name: .*pattern"),
     ({"rewards": [{"name": "a", "function": "f:g"}] * 2}, r"two components have the name a: give each its own"),
     # Sections together.
-    ({"logprobs.reference": False}, r"advantages\.beta is above 0 but logprobs\.reference is false.*or advantages\.beta to 0"),
+    ({"logprobs.reference": False}, r"beta is above 0 but logprobs\.reference is false.*or advantages\.beta to 0"),
     ({"update.schedule": "linear"}, r"schedule linear needs schedule_steps"),
-    ({"update.schedule": "cosine", "update.schedule_steps": 5, "update.warmup_steps": 5}, r"must be more than warmup_steps"),
+    ({"update.schedule": "cosine", "update.schedule_steps": 5, "update.warmup_steps": 5}, r"more than warmup_steps"),
     ({"evaluate.pass_k": [3]}, r"pass_k: 3 is not between 1 and samples_per_prompt \(2\)"),
     ({"evaluate.pass_k": [0]}, r"pass_k: 0 is not between 1"),
 ]  # fmt: skip
@@ -96,14 +96,20 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         parse_params(changed(changes))
 
 
-@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.05), ("repetition_penalty", 1.1)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.05), ("repetition_penalty", 1.1)]
+)
 def test_top_p(key: str, value: float) -> None:
-    with pytest.raises(UserError, match=rf"{key}={value} is refused: .*renormalized.*gradient would be wrong; leave {key}"):
+    with pytest.raises(
+        UserError, match=rf"{key}={value} is refused: .*renormalized.*gradient would be wrong; leave {key}"
+    ):
         parse_params(changed({f"rollouts.{key}": value}))
 
 
 def test_group_size() -> None:
-    with pytest.raises(UserError, match=r"completions_per_prompt is 1: .*siblings, and a single.*has none; use at least 2"):
+    with pytest.raises(
+        UserError, match=r"completions_per_prompt is 1: .*siblings, and a single.*has none; use at least 2"
+    ):
         parse_params(changed({"rollouts.completions_per_prompt": 1}))
 
 

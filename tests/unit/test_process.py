@@ -24,10 +24,9 @@ with exclusive(Layout(Path(sys.argv[1])), "rollouts 0001"):
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
-    with exclusive(layout, "update 0001"):
-        with pytest.raises(UserError, match=r"update 0001.* runs in this project; wait.*run rewards 0001 again"):
-            with exclusive(layout, "rewards 0001"):
-                raise AssertionError
+    refusal = r"update 0001.* runs in this project; wait.*run rewards 0001 again"
+    with exclusive(layout, "update 0001"), pytest.raises(UserError, match=refusal), exclusive(layout, "rewards 0001"):
+        raise AssertionError
     with exclusive(layout, "rewards 0001"):
         pass
 
@@ -49,7 +48,10 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=rf"rollouts 0001.*{process.pid}"), exclusive(Layout(tmp_path), "update 0001"):
+        with (
+            pytest.raises(UserError, match=rf"rollouts 0001.*{process.pid}"),
+            exclusive(Layout(tmp_path), "update 0001"),
+        ):
             raise AssertionError
         process.kill()
         process.wait()
