@@ -162,11 +162,13 @@ def history() -> None:
 
 @app.command()
 def table() -> None:
-    """Print the run as a table."""
-    from rloo_pipeline.history import show
+    """Print the run as a table, and whether the held-out reward improved."""
+    from rloo_pipeline.history import collect, show, verdict
 
     layout = Layout(Path())
-    show(layout, load_params(layout.params))
+    params = load_params(layout.params)
+    show(layout, params)
+    print(verdict(collect(layout, params)))
 
 
 @app.command()

@@ -65,5 +65,18 @@ def show(layout: Layout, params: Params) -> None:
     Console().print(table)
 
 
+def verdict(rows: list[Row]) -> str:
+    """Whether the held-out reward of the last evaluated policy is above the initial one, its interval clear of it."""
+    evaluated = [row for row in rows if "evaluate/reward" in row]
+    if len(evaluated) < 2 or evaluated[0]["iteration"] != INITIAL:
+        return "held-out reward: nothing to compare with the initial policy yet"
+    before, last = evaluated[0]["evaluate/reward"], evaluated[-1]
+    after, low, high = (last[f"evaluate/reward{end}"] for end in ("", "_low", "_high"))
+    what = f"held-out reward {before:.3f} before, {after:.3f} after {last['iteration']} (95% {low:.3f} to {high:.3f})"
+    if low > before:
+        return f"{what}: improved, the interval is clear of the initial value"
+    return f"{what}: no improvement that the interval is clear of"
+
+
 def _number(row: Row, name: str, form: str) -> str:
     return format(row[name], form) if name in row else "-"

@@ -1,0 +1,100 @@
+import json
+
+import pytest
+
+from rloo_pipeline import history
+from rloo_pipeline.config import parse_params
+from rloo_pipeline.files import write_json
+from rloo_pipeline.layout import Layout
+from tests.project import PARAMS
+
+
+@pytest.fixture
+def layout(tmp_path):
+    """The initial policy and iteration 0001 are finished; 0002 has only its rollouts."""
+    layout = Layout(tmp_path)
+    evaluation = {"reward": 0.1125, "reward_low": 0.05, "reward_high": 0.2, "kl": 0.0}
+    write_json(layout.metrics("evaluate", "0000"), evaluation)
+    write_json(
+        layout.metrics("evaluate", "0001"),
+        {"reward": 0.48, "reward_low": 0.4013, "reward_high": 0.56, "kl": 1.2345, "win_rate": 0.75},
+    )
+    write_json(layout.metrics("advantages", "0001"), {"reward": 0.3333, "frac_reward_zero_std": 0.25})
+    write_json(layout.metrics("rollouts", "0002"), {"completions": 16})
+    write_json(layout.timings("rollouts", "0001"), {"seconds": 19.4, "tokens": 100.0})
+    write_json(layout.timings("update", "0001"), {"seconds": 20.2})
+    return layout
+
+
+PARSED = parse_params(PARAMS)
+
+
+def test_one_row_for_each_iteration(layout):
+    rows = history.collect(layout, PARSED)
+    assert [row["iteration"] for row in rows] == ["0000", "0001", "0002"]
+    assert rows[0]["evaluate/reward"] == 0.1125
+    assert rows[1] == {
+        "iteration": "0001",
+        "evaluate/reward": 0.48,
+        "evaluate/reward_low": 0.4013,
+        "evaluate/reward_high": 0.56,
+        "evaluate/kl": 1.2345,
+        "evaluate/win_rate": 0.75,
+        "advantages/reward": 0.3333,
+        "advantages/frac_reward_zero_std": 0.25,
+    }
+    assert rows[2] == {"iteration": "0002", "rollouts/completions": 16}
+
+
+def test_the_history_is_a_list_without_durations(layout):
+    history.run(layout, PARSED)
+    assert json.loads(layout.history.read_text()) == history.collect(layout, PARSED)
+    assert "seconds" not in layout.history.read_text()
+
+
+def test_seconds_are_those_of_all_stages(layout):
+    assert history.seconds(layout, "0001") == pytest.approx(39.6)
+    assert history.seconds(layout, "0002") == 0
+
+
+def line_of(text, iteration):
+    (line,) = (line for line in text.splitlines() if iteration in line)
+    return line
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_the_table_shows_each_figure_whole(layout, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    history.show(layout, PARSED)
+    text = capsys.readouterr().out
+    for figure in ("0.333", "0.480 (0.401 to 0.560)", "0.750", "1.234", "25%", "40"):
+        assert figure in line_of(text, "0001")
+    assert "0.113 (0.050 to 0.200)" in line_of(text, "0000") or "0.112 (0.050 to 0.200)" in line_of(text, "0000")
+    assert line_of(text, "0002").count("0.") == 0
+
+
+def _evaluated(iteration: str, reward: float, low: float, high: float) -> dict[str, object]:
+    return {
+        "iteration": iteration,
+        "evaluate/reward": reward,
+        "evaluate/reward_low": low,
+        "evaluate/reward_high": high,
+    }
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (_evaluated("0002", 0.5, 0.4, 0.6), "improved"),
+        (_evaluated("0002", 0.2, 0.1, 0.3), "no improvement"),  # the interval holds the initial value
+        (_evaluated("0002", 0.125, 0.07, 0.19), "no improvement"),  # a run at learning rate 0
+    ],
+)
+def test_verdict(last: dict[str, object], expected: str) -> None:
+    rows = [_evaluated("0000", 0.125, 0.07, 0.19), {"iteration": "0001"}, last]
+    assert f": {expected}" in history.verdict(rows)
+    assert "0.125 before" in history.verdict(rows)
+
+
+def test_verdict_without_a_second_evaluation() -> None:
+    assert "nothing to compare" in history.verdict([_evaluated("0000", 0.125, 0.07, 0.19), {"iteration": "0001"}])
