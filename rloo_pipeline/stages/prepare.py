@@ -12,6 +12,7 @@ from rloo_pipeline.data.load import load_rows, source_name
 from rloo_pipeline.data.prompts import prompt_table, split_rows
 from rloo_pipeline.data.template import render
 from rloo_pipeline.disk import check_space
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL
 from rloo_pipeline.manifest import write_model_manifest
 from rloo_pipeline.policy.initial import fetch
@@ -49,8 +50,11 @@ def run(
     context_tokens = context_length(work / "model", policy.trust_remote_code)
     fingerprints = {"policy": policy_fingerprint}
     for split, table in tables.items():
-        limit = prompt_limit(context_tokens, max_tokens[split], prompts.max_prompt_tokens)
-        kept, filtered = _short_enough(table, tokenizer, limit)
+        try:
+            limit = prompt_limit(context_tokens, max_tokens[split], prompts.max_prompt_tokens)
+            kept, filtered = _short_enough(table, tokenizer, limit)
+        except UserError as error:
+            raise UserError(f"prompts.{split}: {error}") from error
         fingerprints[split] = write_table(work / "prompts" / f"{split}.parquet", kept)
         record.metrics |= {f"{split}_prompts": kept.num_rows, f"{split}_prompts_filtered": len(filtered)}
         record.notes[f"{split}_filtered"] = filtered
