@@ -293,6 +293,30 @@ def test_a_second_stage_at_once_is_refused(project: Project, rloo: CommandLine) 
     assert rloo(project, "advantages", "0001").code == 0
 
 
+def test_an_interrupted_stage_goes_on_where_it_stopped(
+    project: Project, finished_project: Project, rloo: CommandLine
+) -> None:
+    stop, calls = project.root / "stop", project.root / "calls"
+    (project.root / "reward.py").write_text(
+        "from pathlib import Path\n\n"
+        "def score(completions, **kwargs):\n"
+        "    with Path('calls').open('a') as file:\n        file.write('x')\n"
+        "    if Path('stop').exists() and len(Path('calls').read_text()) == 2:\n        raise RuntimeError('stopped')\n"
+        "    return [sum(map(ord, text)) % 11 / 10 for text in completions]\n"
+    )
+    stop.touch()
+    before = files(project, "artifacts", "metrics")
+    assert rloo(project, "rewards", "0001").code == 2
+    assert files(project, "artifacts", "metrics") == before
+    stop.unlink()
+    calls.unlink()
+    done = rloo(project, "rewards", "0001")
+    assert done.code == 0
+    assert "shard-00000.parquet is there from an interrupted run: kept" in done.stderr
+    assert calls.read_text() == "x"
+    assert files(project, "artifacts/rewards") == files(finished_project, "artifacts/rewards")
+
+
 def test_stage_dies_with_dvc(project: Project) -> None:
     (project.root / "reward.py").write_text(
         "import os, time\nfrom pathlib import Path\n\n"
