@@ -143,8 +143,9 @@ def quality(table: pa.Table, opponent: pa.Table | None, config: EvaluateConfig, 
     rewards_PN = rewards_by_prompt(table)
     if np.isnan(rewards_PN).all(1).any():
         raise UserError("a held-out prompt has no valid reward at all; see reward_error in the rows or mend the reward")
-    metrics = {"kl": float(table["kl"].to_numpy().mean())}
-    metrics |= _interval("reward", np.nanmean(rewards_PN, axis=1), config, seed)
+    rewards_P = np.nanmean(rewards_PN, axis=1)
+    metrics = {"kl": float(table["kl"].to_numpy().mean()), "reward": float(rewards_P.mean())}
+    metrics |= _interval("reward", rewards_P, config, seed)
     # Rewards are float32: 0.9 among them is less than 0.9 in float64.
     passed_P = (rewards_PN >= np.float32(config.pass_threshold)).sum(1)
     valid_P = (~np.isnan(rewards_PN)).sum(1)

@@ -44,8 +44,8 @@ def test_quality_by_hand():
     assert got["pass@2"] == pytest.approx(2 / 3)
     assert got["win_rate"] == pytest.approx((3.5 / 6 + 4 / 6 + 1.5 / 6) / 3)
     assert got["kl"] == pytest.approx(2.25 / 9)
-    mean = np.mean([2 / 3, 0.5 / 3, 1])
-    assert got["reward_low"] < mean < got["reward_high"]
+    assert got["reward"] == pytest.approx((2 / 3 + 0.5 / 3 + 1) / 3)
+    assert got["reward_low"] < got["reward"] < got["reward_high"]
     assert got["win_rate_low"] <= got["win_rate"] <= got["win_rate_high"]
 
 
@@ -71,7 +71,8 @@ def test_invalid_rows_count_nowhere():
     assert got["pass@1"] == pytest.approx((1 / 2 + 1 / 3) / 2)
     assert got["pass@2"] == pytest.approx((1 + 2 / 3) / 2)
     assert got["win_rate"] == pytest.approx((2 / 4 + (1 + 0.5 + 0.5) / 3) / 2)
-    assert got["reward_low"] <= (1 / 2 + 1 / 3) / 2 <= got["reward_high"]
+    assert got["reward"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert got["reward_low"] <= got["reward"] <= got["reward_high"]
 
 
 def test_pass_at_k_needs_k_valid_samples_of_every_prompt():
