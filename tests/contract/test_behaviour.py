@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rloo_pipeline.layout import STAGES
-from tests.contract.behaviour import FILE, TOLERANCE, Behaviour, of_stage, summary, versions
+from tests.contract.behaviour import FILE, Behaviour, close, of_stage, summary, versions
 from tests.project import Project
 
 REGENERATE = "python -m tests.contract.behaviour"
@@ -20,7 +20,7 @@ def differences(stored: Behaviour, found: Behaviour) -> list[str]:
     different = [
         f"{name}: {found['numbers'][name]} in place of {numbers}"
         for name, numbers in stored["numbers"].items()
-        if found["numbers"][name] != pytest.approx(numbers, **TOLERANCE)
+        if not close(numbers, found["numbers"][name])
     ]
     return different + ["ids, texts, names or counts"] * (stored["sha256"] != found["sha256"])
 
@@ -57,5 +57,10 @@ def test_changed_results_are_complained_of() -> None:
     assert "is of number 1: write it anew" in str(complaint("rewards", stored, 2, same))
 
 
-def test_order_counts() -> None:
-    assert summary(np.array([1.0, 2.0])) != pytest.approx(summary(np.array([2.0, 1.0])), **TOLERANCE)
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_order_and_size_count(scale: float) -> None:
+    values = np.array([1.0, 2.0, 4.0]) * scale
+    assert close(summary(values), summary(values * (1 + 1e-5)))
+    assert not close(summary(values), summary(values[::-1]))
+    assert not close(summary(values), summary(values * 1.01))
+    assert not close(summary(values), summary(values[:0]))
