@@ -1,23 +1,21 @@
 """params.yaml as frozen models: unknown keys are refused, every field says what it means and its unit."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL, check_iteration
+from rloo_pipeline.objective.baselines import check_completions
+from rloo_pipeline.objective_config import AdvantagesConfig as AdvantagesConfig
+from rloo_pipeline.objective_config import UpdateConfig as UpdateConfig
+from rloo_pipeline.section import Dtype, Section
 
-Dtype = Literal["float32", "bfloat16"]
 EngineName = Literal["auto", "vllm", "transformers"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
-
-
-class Section(BaseModel):
-    """Base of every section."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class IterationConfig(Section):
@@ -107,10 +105,21 @@ class RolloutsConfig(SamplingConfig):
 
     completions_per_prompt: int = Field(ge=1, description="K, completions per prompt.")
     prompts_per_iteration: int = Field(ge=1, description="P, prompts per iteration.")
+    oversample: float = Field(
+        default=1.0,
+        ge=1,
+        description="Prompts drawn per prompt wanted, for advantages.groups_without_signal: resample.",
+    )
     top_p: float = Field(default=1.0, description="Must stay 1: nucleus sampling is refused for training rollouts.")
     top_k: int = Field(default=0, description="Must stay 0: top-k sampling is refused for training rollouts.")
     min_p: float = Field(default=0.0, description="Must stay 0: min-p sampling is refused for training rollouts.")
     repetition_penalty: float = Field(default=1.0, description="Must stay 1: penalties are refused.")
+
+    @property
+    def prompts_drawn(self) -> int:
+        """How many prompts are sampled for, those in surplus included."""
+        # Rounded first, because 10 * 1.1 is a little more than 11.
+        return math.ceil(round(self.prompts_per_iteration * self.oversample, 6))
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> Self:
@@ -149,61 +158,6 @@ class RewardConfig(Section):
     def _exactly_one_scorer(self) -> Self:
         if (self.function is None) == (self.model is None):
             raise ValueError(f"reward {self.name}: name exactly one of function and model")
-        return self
-
-
-class AdvantagesConfig(Section):
-    """Leave-one-out advantages with the KL folded into the reward."""
-
-    baseline: Literal["leave_one_out"] = Field(
-        default="leave_one_out", description="What is subtracted from a completion's reward."
-    )
-    beta: float = Field(default=0.0, ge=0, description="Weight of the KL penalty, reward units per nat.")
-    kl_normalization: Literal["none", "length"] = Field(
-        default="none", description="none: KL of the whole completion; length: divided by its tokens."
-    )
-    reward_clip_range: tuple[float, float] | None = Field(
-        default=None, description="Lowest and highest reward, the rest is clipped; null: no clipping."
-    )
-
-    @field_validator("reward_clip_range")
-    @classmethod
-    def _ordered(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
-        if value is not None and value[0] >= value[1]:
-            raise ValueError("the lowest must be less than the highest")
-        return value
-
-
-class UpdateConfig(Section):
-    """One strictly on-policy step of AdamW."""
-
-    learning_rate: float = Field(ge=0, description="Peak learning rate.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the rate rises linearly to its peak.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the rate falls after the warm-up."
-    )
-    schedule_steps: int | None = Field(
-        default=None, ge=1, description="Step at which a linear or cosine schedule reaches 0; null for constant."
-    )
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipped to; null: off.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
-    dtype: Dtype = Field(default="float32", description="Precision of the passes; master weights are float32.")
-    sampler_tolerance: float = Field(
-        default=1e-2,
-        gt=0,
-        description="Largest gap per token between sampler and recomputed log-probs in float32, nats.",
-    )
-
-    @model_validator(mode="after")
-    def _schedule_has_its_end(self) -> Self:
-        if self.schedule != "constant":
-            if self.schedule_steps is None:
-                raise ValueError(f"schedule {self.schedule} needs schedule_steps, the step at which the rate is 0")
-            if self.schedule_steps <= self.warmup_steps:
-                raise ValueError("schedule_steps must be more than warmup_steps")
         return self
 
 
@@ -277,16 +231,25 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        completions = self.rollouts.completions_per_prompt
-        if self.advantages.baseline == "leave_one_out" and completions < 2:
-            raise ValueError(
-                f"rollouts.completions_per_prompt is {completions}: the leave_one_out baseline of a completion is the "
-                "mean reward of its siblings, and a single completion has none; use at least 2"
-            )
+        try:
+            check_completions(self.advantages.baseline, self.rollouts.completions_per_prompt)
+        except UserError as error:
+            raise ValueError(f"rollouts.{error}") from error
         if not self.logprobs.reference and self.advantages.beta > 0:
             raise ValueError(
                 "advantages.beta is above 0 but logprobs.reference is false: the KL penalty needs the reference's "
                 "log-probs; set logprobs.reference to true or advantages.beta to 0"
+            )
+        if self.advantages.groups_without_signal == "resample" and self.rollouts.oversample == 1:
+            raise ValueError(
+                "advantages.groups_without_signal: resample needs prompts in surplus; set rollouts.oversample above 1, "
+                "or drop in place of resample"
+            )
+        ramp, limit = self.advantages.overlong_ramp, self.rollouts.max_tokens
+        if ramp is not None and ramp[1] > limit:
+            raise ValueError(
+                f"advantages.overlong_ramp ends at {ramp[1]} tokens, but rollouts.max_tokens is {limit}: no completion "
+                f"gets that long; let it end at {limit} or before"
             )
         return self
 

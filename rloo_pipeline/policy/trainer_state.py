@@ -1,6 +1,7 @@
-"""State that crosses iterations: the optimizer's moments and counters, without pickle."""
+"""State that crosses iterations: the optimizer's moments, counters and what advantages hand on, without pickle."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ def write_initial_state(directory: Path) -> None:
 
 
 def read_counters(directory: Path) -> dict[str, Any]:
-    """What state.json holds: `step`, the optimizer steps done so far."""
+    """What state.json holds: `step`, the optimizer steps done so far, and the state that advantages asked to carry."""
     path = directory / STATE
     try:
         counters: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -52,9 +53,13 @@ def restore(optimizer: "torch.optim.Optimizer", names: dict[str, "torch.nn.Param
 
 
 def save(
-    optimizer: "torch.optim.Optimizer", names: dict[str, "torch.nn.Parameter"], directory: Path, step: int
+    optimizer: "torch.optim.Optimizer",
+    names: dict[str, "torch.nn.Parameter"],
+    directory: Path,
+    step: int,
+    carried: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the optimizer's moments by parameter name, and the steps done."""
+    """Write the optimizer's moments by parameter name, the steps done, and what advantages hand on (JSON values)."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,4 +69,4 @@ def save(
         for moment in MOMENT_NAMES
     }
     save_file(moments, directory / MOMENTS)
-    write_json(directory / STATE, {"step": step})
+    write_json(directory / STATE, {"step": step, **(carried or {})})

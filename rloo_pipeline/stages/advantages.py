@@ -1,23 +1,30 @@
-"""Advantages: KL folded into the reward, then the mean of the siblings subtracted."""
+"""Advantages: KL folded into the reward, then a baseline subtracted, by default the mean of the siblings."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rloo_pipeline.config import AdvantagesConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.advantages import Advantages, compute
-from rloo_pipeline.objective.groups import index_groups
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
+from rloo_pipeline.objective.penalties import missing_eos_penalty, soft_overlong_penalty
+from rloo_pipeline.objective_config import AdvantagesConfig
+from rloo_pipeline.progress import say
 from rloo_pipeline.schema import ADVANTAGES, KEY_NAMES
 from rloo_pipeline.shards import read_shards, write_shards, write_shards_manifest
 from rloo_pipeline.stages.context import Context, Record, start
+from rloo_pipeline.stages.estimator_state import State
 
 
 def run(context: Context, config: AdvantagesConfig) -> None:
-    """Join rewards and log-probs by key, compute, write one shard and the manifest; raises UserError on a mismatch."""
+    """Join rollouts, rewards and log-probs, compute, write one shard and the manifest; raises UserError on a mismatch.
+
+    The manifest's facts tell `update` the KL term of its loss and the state to hand on, where there is any.
+    """
     layout, iteration = context.layout, context.iteration
     rollouts = read_manifest(layout.rollouts(iteration))
     inputs = {"rollouts": rollouts["fingerprint"]}
@@ -28,23 +35,47 @@ def run(context: Context, config: AdvantagesConfig) -> None:
     inputs["trainer_state"] = read_manifest(layout.trainer_state(context.link.previous))["fingerprint"]
     record = start(context, "advantages", config, inputs)
 
-    table = join(read_shards(layout.rewards(iteration)), read_shards(layout.logprobs(iteration)))
-    groups_N, names_G = index_groups(table["prompt_id"].to_pylist())
+    state = State.read(layout.trainer_state(context.link.previous), config)
+    sampled = read_shards(layout.rollouts(iteration), [*KEY_NAMES, "finish_reason"])
+    table = join(join(read_shards(layout.rewards(iteration)), read_shards(layout.logprobs(iteration))), sampled)
+    names_G = list(dict.fromkeys(sampled["prompt_id"].to_pylist()))
+    computed = estimate(table, names_G, rollouts["facts"], config, state)
+    entries = write_shards(record.work, 1, lambda _: _table(table, computed), ADVANTAGES)
+    facts = {"rollouts_fingerprint": rollouts["fingerprint"], **state.facts(config, computed)}
+    output = write_shards_manifest(record.work, entries, facts)
+    describe(record, table, computed, config, state)
+    record.finish({record.work: layout.advantages(iteration)}, output)
+
+
+def estimate(
+    table: pa.Table, names_G: Sequence[str], facts: Mapping[str, Any], config: AdvantagesConfig, state: State
+) -> Advantages:
+    """The advantages of the joined rows by the settings; names_G: prompt ids in the order drawn, facts: of rollouts."""
+    position = {name: index for index, name in enumerate(names_G)}
     reward_N = table["reward"].to_numpy()
-    computed = compute(
+    truncated_N = truncated(table)
+    return compute(
         reward_N,
         _kl(table, config),
-        groups_N,
+        np.array([position[name] for name in table["prompt_id"].to_pylist()], np.int64),
         ~np.isnan(reward_N),
         names_G=names_G,
-        completions_per_prompt=rollouts["facts"]["completions_per_prompt"],
-        beta=config.beta,
+        completions_per_prompt=facts["completions_per_prompt"],
+        beta=state.beta if config.kl_in == "reward" else 0.0,
         reward_clip_range=config.reward_clip_range,
+        penalty_N=_penalty(table, truncated_N, config),
+        masked_N=truncated_N if config.truncated == "mask" else None,
+        baseline=config.baseline,
+        past_mean=state.past.mean,
+        normalize=config.normalize,
+        without_signal=config.groups_without_signal,
+        groups_wanted=facts.get("groups_wanted", len(names_G)) if config.groups_without_signal == "resample" else None,
     )
-    entries = write_shards(record.work, 1, lambda _: _table(table, computed), ADVANTAGES)
-    output = write_shards_manifest(record.work, entries, {"rollouts_fingerprint": rollouts["fingerprint"]})
-    _describe(record, computed)
-    record.finish({record.work: layout.advantages(iteration)}, output)
+
+
+def truncated(table: pa.Table) -> np.ndarray:
+    """Whether each completion was cut at max_tokens, bool [N]."""
+    return np.asarray(table["finish_reason"].to_numpy() == "length")
 
 
 def check_made_from(actual: str, expected: str, stage: str, iteration: str) -> None:
@@ -71,11 +102,27 @@ def join(left: pa.Table, right: pa.Table) -> pa.Table:
 def _kl(table: pa.Table, config: AdvantagesConfig) -> np.ndarray | None:
     """KL of each completion, nats; None without reference log-probs."""
     if table["reference_logprobs"].null_count:
+        if config.beta > 0:
+            raise UserError(
+                f"advantages.beta is {config.beta} without reference log-probs; set logprobs.reference to true"
+            )
         return None
     policy, reference = (table[name].combine_chunks() for name in ("policy_logprobs", "reference_logprobs"))
-    per_token = token_kl(policy.flatten().to_numpy(), reference.flatten().to_numpy())
+    per_token = token_kl(policy.flatten().to_numpy(), reference.flatten().to_numpy(), config.kl_estimator)
     offsets = np.concatenate([[0], np.cumsum(policy.value_lengths().to_numpy())])
     return sequence_kl(per_token, offsets, config.kl_normalization)
+
+
+def _penalty(table: pa.Table, truncated_N: np.ndarray, config: AdvantagesConfig) -> np.ndarray | None:
+    """What is taken off each reward for its completion's length, reward units; None if nothing is."""
+    if config.truncated != "penalize":
+        return None
+    penalty_N = missing_eos_penalty(truncated_N, config.missing_eos_penalty or 0.0)
+    if config.overlong_ramp is not None:
+        begin, end = config.overlong_ramp
+        lengths_N = table["policy_logprobs"].combine_chunks().value_lengths().to_numpy()
+        penalty_N = penalty_N + soft_overlong_penalty(lengths_N, end, end - begin, config.overlong_penalty)
+    return penalty_N
 
 
 def _table(table: pa.Table, computed: Advantages) -> pa.Table:
@@ -96,10 +143,10 @@ def _table(table: pa.Table, computed: Advantages) -> pa.Table:
     return pa.table(columns)
 
 
-def _describe(record: Record, computed: Advantages) -> None:
+def describe(record: Record, table: pa.Table, computed: Advantages, config: AdvantagesConfig, state: State) -> None:
     """Raw reward and KL apart, advantages, and what became of rows and groups."""
     counts = computed.counts
-    valid_N, trained_N = computed.in_baseline_N, computed.trained_N
+    valid_N, trained_N = ~np.isnan(computed.reward_N), computed.trained_N
     if valid_N.any():
         record.metrics |= {
             "reward": float(computed.reward_N[valid_N].mean()),
@@ -115,3 +162,22 @@ def _describe(record: Record, computed: Advantages) -> None:
         }
     record.metrics |= {key: float(value) for key, value in asdict(counts).items()}
     record.metrics["frac_reward_zero_std"] = counts.groups_without_signal / counts.groups
+    record.metrics |= _of_options(table, computed, config, state)
+    if counts.groups_short:
+        say(
+            f"advantages {record.context.iteration}: {counts.groups_short} groups with signal are missing of those "
+            f"wanted, so {counts.groups_trained} are trained on; raise rollouts.oversample"
+        )
+
+
+def _of_options(table: pa.Table, computed: Advantages, config: AdvantagesConfig, state: State) -> dict[str, float]:
+    """Metrics that exist only under the settings that they tell of."""
+    metrics = {}
+    penalty_N = _penalty(table, truncated(table), config)
+    if penalty_N is not None:
+        metrics["truncation_penalty"] = float(penalty_N[~np.isnan(computed.reward_N)].mean())
+    if config.target_kl is not None:
+        metrics["beta"] = state.beta
+    if config.baseline == "moving_average":
+        metrics["past_mean"] = state.past.mean
+    return metrics

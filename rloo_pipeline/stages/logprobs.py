@@ -67,5 +67,6 @@ def sampler_gap(sampler_N: Sequence[np.ndarray], policy_N: Sequence[np.ndarray])
     return {
         "sampler_gap/token_mean": float(np.abs(gaps).sum() / max(len(gaps), 1)),
         "sampler_gap/token_max": float(np.abs(gaps).max(initial=0)),
+        "sampler_gap/sequence_mean": float(np.abs(sequences).mean()),
         "sampler_gap/sequence_max": float(np.abs(sequences).max()),
     }

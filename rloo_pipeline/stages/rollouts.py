@@ -12,10 +12,10 @@ from rloo_pipeline.stages.sampling import Sampler, describe, prepare_prompts
 
 
 def run(context: Context, config: RolloutsConfig) -> None:
-    """Select P prompts, sample K completions of each, write shards/manifest; raises UserError on unusable input."""
+    """Select prompts, sample K completions of each, write shards and manifest; raises UserError on unusable input."""
     policy = open_policy(context.layout.model(context.link.previous))
     train, train_fingerprint = read_table(context.layout.prompts / "train.parquet")
-    chosen = select(train.num_rows, config.prompts_per_iteration, context.number, context.seed)
+    chosen = select(train.num_rows, config.prompts_drawn, context.number, context.seed)
     inputs = {"policy": policy.fingerprint, "prompts": train_fingerprint}
     record = start(context, "rollouts", config, inputs)
 
@@ -29,6 +29,8 @@ def run(context: Context, config: RolloutsConfig) -> None:
         "policy_fingerprint": policy.fingerprint,
         "temperature": config.temperature,
     }
+    if config.oversample > 1:
+        facts["groups_wanted"] = config.prompts_per_iteration
     output = write_shards_manifest(record.work, entries, facts)
     describe(record, read_shards(record.work), sampler)
     record.finish({record.work: context.layout.rollouts(context.iteration)}, output)

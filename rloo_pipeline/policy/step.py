@@ -1,0 +1,207 @@
+"""One optimizer step: the gradient of the loss over some rows, clipped and applied."""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.objective.kl import Estimator, Normalization
+from rloo_pipeline.objective.normalization import loss_denominator
+from rloo_pipeline.objective.schedule import learning_rate
+from rloo_pipeline.objective_config import UpdateConfig
+from rloo_pipeline.policy.batches import Batch
+from rloo_pipeline.policy.logprobs import batches, score_batch
+from rloo_pipeline.progress import progress
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class KlTerm:
+    """The KL in the loss: its weight (reward units per nat) and how it is estimated."""
+
+    beta: float
+    estimator: Estimator
+    normalization: Normalization
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The completions trained on: token ids, the sampler's log-probs (nats) and advantages.
+
+    Where they are needed also: log-probs of the policy at the start and of the reference, and weights of tokens.
+    """
+
+    prompts_N: list[np.ndarray]
+    completions_N: list[np.ndarray]
+    sampler_logprobs_N: list[np.ndarray]
+    advantages_N: np.ndarray
+    old_logprobs_N: list[np.ndarray] | None = None
+    reference_logprobs_N: list[np.ndarray] | None = None
+    token_weights_N: list[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts_N)
+
+    @property
+    def lengths_N(self) -> np.ndarray:
+        """Tokens of each completion."""
+        return np.array([len(row) for row in self.completions_N], np.int64)
+
+    def take(self, chosen_M: np.ndarray) -> "Rows":
+        """The rows at these indices, in their order."""
+        lists = {
+            name: [values[row] for row in chosen_M]
+            for name, values in vars(self).items()
+            if values is not None and name != "advantages_N"
+        }
+        return replace(self, advantages_N=self.advantages_N[chosen_M], **lists)
+
+
+@dataclass
+class Totals:
+    """Sums over all microbatches of the step."""
+
+    loss: float
+    entropy: float
+    logprobs_N: list[np.ndarray]
+    kl: float = 0.0  # the KL term over the denominator, before beta
+    ratios: int = 0  # how many importance ratios were compared with the clip's bounds
+    clipped_low: int = 0
+    clipped_high: int = 0
+
+
+def make_optimizer(parameters: dict[str, "torch.nn.Parameter"], config: UpdateConfig) -> "torch.optim.AdamW":
+    """AdamW; weight decay acts on matrices alone."""
+    import torch
+
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters.values() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
+
+
+def accumulate(
+    model: "PreTrainedModel",
+    rows: Rows,
+    temperature: float,
+    config: UpdateConfig,
+    batch_tokens: int,
+    kl: KlTerm | None = None,
+) -> Totals:
+    """Add the gradient of the step's loss into the parameters, microbatch by microbatch.
+
+    Each microbatch is divided by the step's own denominator, so the gradient does not depend on their size.
+    """
+    import torch
+
+    totals = Totals(0.0, 0.0, [np.empty(0, np.float32)] * len(rows))
+    trained_N = np.ones(len(rows), bool)
+    denominator = loss_denominator(config.loss_normalization, rows.lengths_N, trained_N, config.constant_length)
+    with progress("update", len(rows), "completions") as done:
+        for batch in batches(rows.prompts_N, rows.completions_N, batch_tokens):
+            batch = batch.to(model.device)
+            with precision(config, model.device):
+                scores = score_batch(model, batch, temperature)
+            loss = _policy_loss(scores.logprobs_BT, batch, rows, denominator, config, totals)
+            if kl is not None:
+                loss = loss + kl.beta * _kl_loss(scores.logprobs_BT, batch, rows, denominator, kl, totals)
+            torch.autograd.backward(loss)
+            totals.loss += loss.item()
+            totals.entropy += scores.entropy.item()
+            for row, logprobs_T in unpadded(batch, scores.logprobs_BT):
+                totals.logprobs_N[row] = logprobs_T
+            done.advance(len(batch.rows_B))
+    return totals
+
+
+def _policy_loss(
+    logprobs_BT: "torch.Tensor", batch: Batch, rows: Rows, denominator: float, config: UpdateConfig, totals: Totals
+) -> "torch.Tensor":
+    """The microbatch's share of the loss without the KL; clipped only where there are log-probs of an older policy."""
+    import torch
+
+    from rloo_pipeline.objective.clipped_loss import sequence_clipped_loss, token_clipped_loss
+    from rloo_pipeline.objective.loss import sequence_loss
+
+    mask_BT = batch.completion_mask_BT
+    advantages_B = torch.tensor(rows.advantages_N[batch.rows_B], device=logprobs_BT.device)
+    weights_BT = None if rows.token_weights_N is None else _padded(rows.token_weights_N, batch)
+    if rows.old_logprobs_N is None:
+        return sequence_loss(logprobs_BT, mask_BT, advantages_B, denominator, weights_BT)
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    shared = (logprobs_BT, _padded(rows.old_logprobs_N, batch), mask_BT, advantages_B, denominator)
+    if config.ratio_level == "sequence":
+        clipped = sequence_clipped_loss(*shared, config.epsilon, high)
+        totals.ratios += len(batch.rows_B)
+    else:
+        clipped = token_clipped_loss(*shared, config.epsilon, high, weights_BT)
+        totals.ratios += int(mask_BT.sum())
+    totals.clipped_low += int(clipped.clipped_low.sum())
+    totals.clipped_high += int(clipped.clipped_high.sum())
+    return clipped.loss
+
+
+def _kl_loss(
+    logprobs_BT: "torch.Tensor", batch: Batch, rows: Rows, denominator: float, kl: KlTerm, totals: Totals
+) -> "torch.Tensor":
+    from rloo_pipeline.objective.kl_loss import kl_loss
+
+    assert rows.reference_logprobs_N is not None
+    reference_BT = _padded(rows.reference_logprobs_N, batch)
+    old_BT = logprobs_BT.detach() if rows.old_logprobs_N is None else _padded(rows.old_logprobs_N, batch)
+    term = kl_loss(
+        logprobs_BT, old_BT, reference_BT, batch.completion_mask_BT, denominator, kl.estimator, kl.normalization
+    )
+    totals.kl += term.item()
+    return term
+
+
+def precision(config: UpdateConfig, device: "torch.device") -> AbstractContextManager[object]:
+    """Autocast to bfloat16, or nothing, as the settings say."""
+    import torch
+
+    return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bfloat16" else nullcontext()
+
+
+def _padded(values_N: list[np.ndarray], batch: Batch) -> "torch.Tensor":
+    """The batch's rows of per-token values, [B, T] in their dtype, 0 where completion_mask is False."""
+    import torch
+
+    mask_BT = batch.completion_mask_BT
+    flat = torch.from_numpy(np.concatenate([values_N[row] for row in batch.rows_B])).to(mask_BT.device)
+    return flat.new_zeros(mask_BT.shape).masked_scatter(mask_BT, flat)
+
+
+def unpadded(batch: Batch, logprobs_BT: "torch.Tensor") -> Iterator[tuple[int, np.ndarray]]:
+    """Row index and float32 values of each row of the batch, without padding."""
+    lengths_B = batch.completion_mask_BT.sum(-1).tolist()
+    values_BT = logprobs_BT.detach().float().cpu().numpy()
+    for row, values_T, length in zip(batch.rows_B, values_BT, lengths_B, strict=True):
+        yield int(row), values_T[:length]
+
+
+def take_step(
+    optimizer: "torch.optim.Optimizer", parameters: dict[str, "torch.nn.Parameter"], config: UpdateConfig, step: int
+) -> dict[str, float]:
+    """Clip the gradient and step at the schedule's rate; `step` counts the steps before this one, from 0."""
+    import torch
+
+    for parameter in parameters.values():
+        if parameter.grad is None:  # Not reached by text alone, as an image encoder: its moments stay 0.
+            parameter.grad = torch.zeros_like(parameter)
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm or math.inf).item()
+    if not math.isfinite(norm):
+        raise UserError(f"the gradient norm is {norm}: a log-prob or an advantage overflowed; nothing was written")
+    rate = learning_rate(step, config.learning_rate, config.warmup_steps, config.schedule, config.schedule_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return {"grad_norm": norm, "learning_rate": rate, "step": step + 1}

@@ -1,0 +1,152 @@
+"""The optimizer steps of one iteration: one over all completions, or several over minibatches with a clipped ratio."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.objective.correction import (
+    effective_sample_size,
+    sequence_log_ratio,
+    sequence_weights,
+    token_weights,
+)
+from rloo_pipeline.objective_config import UpdateConfig
+from rloo_pipeline.policy.logprobs import score
+from rloo_pipeline.policy.step import KlTerm, Rows, Totals, accumulate, precision, take_step
+from rloo_pipeline.progress import progress, say
+from rloo_pipeline.seeds import derive
+from rloo_pipeline.stages.logprobs import sampler_gap
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The model in training, and how its passes are made."""
+
+    model: "PreTrainedModel"
+    optimizer: "torch.optim.Optimizer"
+    config: UpdateConfig
+    temperature: float
+    batch_tokens: int  # padded tokens of one pass
+    kl: KlTerm | None = None
+
+    @property
+    def parameters(self) -> dict[str, "torch.nn.Parameter"]:
+        """The parameters by name."""
+        return dict(self.model.named_parameters())
+
+
+def optimize(learner: Learner, rows: Rows, step: int, seed: int, iteration: str) -> dict[str, float]:
+    """Take the iteration's optimizer steps, `step` of which were done before; returns the metrics.
+
+    Log-probs are compared with the sampler's before the first step; raises UserError as check_gap does.
+    """
+    config = learner.config
+    metrics: dict[str, float] = {}
+    if config.several_steps or config.sampler_correction != "none":
+        old = Totals(0.0, 0.0, _first_pass(learner, rows))
+        metrics = check_gap(old, rows, config, iteration)
+        rows, corrected = _corrected(rows, old.logprobs_N, config)
+        metrics |= corrected
+    steps: list[dict[str, float]] = []
+    for chosen_M in _minibatches(len(rows), config, seed, iteration):
+        part = rows.take(chosen_M)
+        learner.optimizer.zero_grad()
+        totals = accumulate(learner.model, part, learner.temperature, config, learner.batch_tokens, learner.kl)
+        metrics = metrics or check_gap(totals, part, config, iteration)
+        taken = take_step(learner.optimizer, learner.parameters, config, step + len(steps))
+        steps.append({**_of_step(totals, part, learner.kl), **taken})
+    return metrics | _summary(steps)
+
+
+def check_gap(totals: Totals, rows: Rows, config: UpdateConfig, iteration: str) -> dict[str, float]:
+    """The gap between sampler and trainer, nats, and what it leaves of the sample (1: all of it).
+
+    Above the tolerance raises UserError in float32, warns in bfloat16.
+    """
+    gap = sampler_gap(rows.sampler_logprobs_N, totals.logprobs_N)
+    flat = np.concatenate(totals.logprobs_N), np.concatenate(rows.sampler_logprobs_N)
+    offsets_N1 = np.cumsum([0, *(len(row) for row in rows.sampler_logprobs_N)])
+    gap["sampler_gap/effective_sample_size"] = effective_sample_size(sequence_log_ratio(*flat, offsets_N1))
+    largest = gap["sampler_gap/token_max"]
+    if largest <= config.sampler_tolerance:
+        return gap
+    message = (
+        f"rollouts {iteration}: the sampler's log-probs differ from the policy's by up to {largest:.4g} nats per token "
+        f"(update.sampler_tolerance is {config.sampler_tolerance:g})"
+    )
+    if config.dtype == "float32":
+        raise UserError(
+            f"{message}; either other weights sampled them (run `dvc repro rollouts@{iteration}` again) or the engine "
+            "works in lower precision (raise the tolerance, or set rollouts.dtype to float32)"
+        )
+    say(f"warning: {message}")
+    return gap
+
+
+def _first_pass(learner: Learner, rows: Rows) -> list[np.ndarray]:
+    """Log-probs of the policy that sampled, recomputed in the precision of the steps."""
+    with (
+        progress("update, first pass", len(rows), "completions") as done,
+        precision(learner.config, learner.model.device),
+    ):
+        return score(learner.model, rows.prompts_N, rows.completions_N, learner.temperature, learner.batch_tokens, done)
+
+
+def _corrected(rows: Rows, old_N: list[np.ndarray], config: UpdateConfig) -> tuple[Rows, dict[str, float]]:
+    """The rows with the sampler's correction put in, and with the policy's own log-probs if a ratio will need them."""
+    if config.several_steps:
+        rows = replace(rows, old_logprobs_N=old_N)
+    correction, cap = config.sampler_correction, config.sampler_correction_cap
+    if correction == "none":
+        return rows, {}
+    policy, sampler = np.concatenate(old_N), np.concatenate(rows.sampler_logprobs_N)
+    offsets_N1 = np.cumsum([0, *rows.lengths_N])
+    if config.sampler_correction_level == "sequence":
+        weights = sequence_weights(policy, sampler, offsets_N1, correction, cap)
+        rows = replace(rows, advantages_N=rows.advantages_N * weights)
+    else:
+        weights = token_weights(policy, sampler, correction, cap)
+        rows = replace(rows, token_weights_N=np.split(weights, offsets_N1[1:-1]))
+    limited = weights == (cap if correction == "truncate" else 0.0)
+    return rows, {
+        "sampler_correction/mean": float(weights.mean()),
+        "sampler_correction/limited_ratio": float(limited.mean()),
+    }
+
+
+def _minibatches(rows: int, config: UpdateConfig, seed: int, iteration: str) -> Iterator[np.ndarray]:
+    """Indices of each step's rows: every row once an epoch, in an order of the epoch's own; one step takes all."""
+    if not config.several_steps:
+        yield np.arange(rows)
+        return
+    parts = min(config.minibatches, rows)
+    if parts < config.minibatches:
+        say(f"update {iteration}: {rows} completions make {parts} minibatches, not {config.minibatches}")
+    for epoch in range(config.epochs):
+        # Raw bits, because NumPy promises them for ever; its permutation() may change between versions.
+        bits = np.random.PCG64(derive(seed, "update", iteration, epoch)).random_raw(rows)
+        yield from np.array_split(np.argsort(bits, kind="stable"), parts)
+
+
+def _of_step(totals: Totals, rows: Rows, kl: KlTerm | None) -> dict[str, float]:
+    metrics = {"loss": totals.loss, "entropy": totals.entropy / int(rows.lengths_N.sum())}
+    if kl is not None:
+        metrics |= {"kl_loss": totals.kl, "beta": kl.beta}
+    if totals.ratios:
+        low, high = totals.clipped_low / totals.ratios, totals.clipped_high / totals.ratios
+        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+    return metrics
+
+
+def _summary(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Rate and count of the last step, the mean over the steps of everything else."""
+    last = steps[-1]
+    metrics = {name: float(np.mean([step[name] for step in steps])) for name in last}
+    return metrics | {name: last[name] for name in ("learning_rate", "step")}
