@@ -21,7 +21,7 @@ PARAMS = {
     "logprobs": {"logprobs", "version of logprobs"},
     "rewards": {"rewards", "version of rewards"},
     "advantages": {"advantages", "version of advantages"},
-    "update": {"update", "version of update"},
+    "update": {"seed", "update", "version of update"},
     "evaluate": {"seed", "evaluate", "rewards", "iterations.${key}", "version of evaluate"},
     "history": {"iterations"},
 }
@@ -38,7 +38,8 @@ DEPS = {
         f"{PREVIOUS}/trainer_state",
     },
     "update": {
-        "artifacts/rollouts/${key}", "artifacts/advantages/${key}", f"{PREVIOUS}/model", f"{PREVIOUS}/trainer_state",
+        "artifacts/rollouts/${key}", "artifacts/logprobs/${key}", "artifacts/advantages/${key}",
+        f"{PREVIOUS}/model", f"{PREVIOUS}/trainer_state",
     },
     "evaluate": {
         "artifacts/prompts/eval.parquet", "artifacts/policy/${key}/model", REFERENCE, "artifacts/evaluation/0000",

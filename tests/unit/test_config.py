@@ -81,6 +81,17 @@ REFUSED = [
     ({"rewards": [{"name": "a", "function": "f:g", "model": "m"}]}, r"reward a: name exactly one of function"),
     ({"rewards": [{"name": "a/b", "function": "f:g"}]}, r"rewards\.0\.name: .*pattern"),
     ({"rewards": [{"name": "a", "function": "f:g"}] * 2}, r"two components have the name a: give each its own"),
+    # The estimator.
+    ({"advantages.truncated": "penalize"}, r"penalize needs missing_eos_penalty, overlong_ramp or both"),
+    ({"advantages.missing_eos_penalty": 1.0}, r"have no effect with truncated: keep; set penalize"),
+    ({"advantages.beta": 0.0, "advantages.target_kl": 1.0}, r"a beta of 0 stays 0; set beta above 0"),
+    ({"advantages.baseline": "best_of_k", "advantages.normalize": True}, r"every advantage of best_of_k 0"),
+    ({"advantages.groups_without_signal": "resample"}, r"set rollouts\.oversample above 1"),
+    ({"advantages.truncated": "penalize", "advantages.overlong_ramp": [2, 7]}, r"ends at 7 tokens, but .*max_tokens is 6"),
+    ({"advantages.truncated": "penalize", "advantages.overlong_ramp": [5, 5]}, r"overlong_ramp: it must begin at 0"),
+    ({"update.loss_normalization": "constant"}, r"constant and constant_length need each other"),
+    ({"update.epsilon": 1.0}, r"update\.epsilon: .*less than 1"),
+    ({"update.sampler_correction_cap": 0.5}, r"update\.sampler_correction_cap: "),
     # Sections together.
     ({"logprobs.reference": False}, r"beta is above 0 but logprobs\.reference is false.*or advantages\.beta to 0"),
     ({"update.schedule": "linear"}, r"schedule linear needs schedule_steps"),

@@ -28,7 +28,9 @@ def test_known_values() -> None:
 
 
 @given(PARTS, PARTS)
-def test_distinct_parts_give_distinct_seeds(a: tuple[int, tuple[str | int, ...]], b: tuple[int, tuple[str | int, ...]]) -> None:
+def test_distinct_parts_give_distinct_seeds(
+    a: tuple[int, tuple[str | int, ...]], b: tuple[int, tuple[str | int, ...]]
+) -> None:
     assert (derive(a[0], *a[1]) == derive(b[0], *b[1])) == (a == b)
 
 
