@@ -87,7 +87,7 @@ REFUSED = [
     ({"advantages.beta": 0.0, "advantages.target_kl": 1.0}, r"a beta of 0 stays 0; set beta above 0"),
     ({"advantages.baseline": "best_of_k", "advantages.normalize": True}, r"every advantage of best_of_k 0"),
     ({"advantages.groups_without_signal": "resample"}, r"set rollouts\.oversample above 1"),
-    ({"advantages.truncated": "penalize", "advantages.overlong_ramp": [2, 7]}, r"ends at 7 tokens, but .*max_tokens is 6"),
+    ({"advantages.truncated": "penalize", "advantages.overlong_ramp": [2, 7]}, r"ends at 7 tokens, .*is 6"),
     ({"advantages.truncated": "penalize", "advantages.overlong_ramp": [5, 5]}, r"overlong_ramp: it must begin at 0"),
     ({"update.loss_normalization": "constant"}, r"constant and constant_length need each other"),
     ({"update.epsilon": 1.0}, r"update\.epsilon: .*less than 1"),
