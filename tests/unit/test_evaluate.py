@@ -30,19 +30,19 @@ def table(rewards, kl=None):
 
 
 MINE = table({"a": [1.0, 0.0, 1.0], "b": [0.0, 0.0, 0.5], "c": [1.0, 1.0, 1.0]}, kl=[0.5, -0.25, 0, 0, 1, 0, 0, 0, 1])
-OPPONENT = table({"a": [0.0, 1.0], "b": [0.0, 0.0], "c": [1.0, 2.0]})
+OPPONENT = table({"a": [0.0, 1.0], "b": [0.0, 0.0], "c": [1.0, 0.5]})
 
 
 def test_quality_by_hand():
     """pass@1: 2/3, 0, 1. pass@2 = 1 - C(3 - c, 2) / 3: 1, 0, 1.
 
     Win rates, six pairs each, ties half. a: each 1 beats 0 and ties 1, the 0 ties 0 and loses: (3 + 0.5) / 6.
-    b: 0.5 beats both, the zeros tie four times: (2 + 2) / 6. c: three ties, three losses: 1.5 / 6.
+    b: 0.5 beats both, the zeros tie four times: (2 + 2) / 6. c: three ties, three wins: 4.5 / 6.
     """
     got = quality(MINE, OPPONENT, config(), seed=0)
     assert got["pass@1"] == pytest.approx((2 / 3 + 0 + 1) / 3)
     assert got["pass@2"] == pytest.approx(2 / 3)
-    assert got["win_rate"] == pytest.approx((3.5 / 6 + 4 / 6 + 1.5 / 6) / 3)
+    assert got["win_rate"] == pytest.approx((3.5 / 6 + 4 / 6 + 4.5 / 6) / 3)
     assert got["kl"] == pytest.approx(2.25 / 9)
     assert got["reward"] == pytest.approx((2 / 3 + 0.5 / 3 + 1) / 3)
     assert got["reward_low"] < got["reward"] < got["reward_high"]
