@@ -42,8 +42,10 @@ def finish(root: Path) -> Project:
 def finished_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Project]:
     """Two equal projects in different places, each made by a `dvc repro` of its own. Not to be written to."""
     folder = tmp_path_factory.mktemp("finished")
+    # One after the other, since both draw weights from torch's global generator; only the commands run at once.
+    first, second = varied_project(folder / "first"), varied_project(folder / "another place")
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(finish, [folder / "first", folder / "another place"])
+        list(pool.map(Project.repro, [first, second]))
     return first, second
 
 
