@@ -1,6 +1,7 @@
 """What every stage is given, and what it leaves beside its artifact."""
 
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -108,8 +109,11 @@ class Record:
         )
         return self.context.layout.work(self.stage, self.context.iteration, key[:16])
 
-    def finish(self, outputs: Mapping[Path, Path], output_fingerprint: str) -> None:
-        """Write metrics, timings and provenance, then publish the outputs (from work to final), last."""
+    def finish(self, outputs: Mapping[Path, Path], output_fingerprint: str, keep: Path | None = None) -> None:
+        """Write metrics, timings and provenance, then publish the outputs (from work to final), last.
+
+        Work in progress of this stage and iteration is removed, that under other settings too, except `keep`.
+        """
         layout, iteration = self.context.layout, self.context.iteration
         seconds = time.monotonic() - self.started
         write_json(layout.metrics(self.stage, iteration), self.metrics)
@@ -119,6 +123,9 @@ class Record:
         write_json(layout.provenance(self.stage, iteration), self._provenance(output_fingerprint))
         for work, final in outputs.items():
             publish(work, final)
+        for left in self.work.parent.glob("*"):
+            if left != keep:
+                shutil.rmtree(left)
         say(f"{self.stage} {iteration}: done in {seconds:.1f} s; " + _summary(self.metrics))
 
     def _provenance(self, output_fingerprint: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     describe(record, table, sampler)
     record.metrics |= reward_metrics(table, [item.name for item in rewards])
     record.metrics |= quality(table, _opponent(context, table), config, context.seed)
-    record.finish({record.work: layout.evaluation(iteration)}, output)
+    record.finish({record.work: layout.evaluation(iteration)}, output, keep=sampled)
 
 
 def _write_nothing(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig]) -> None:

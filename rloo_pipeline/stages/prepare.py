@@ -37,7 +37,7 @@ def run(
     }
     record = Record(context, "prepare", {}, settings)
     work = record.work
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work.parent, ignore_errors=True)
 
     tables = load_prompts(context, prompts)
     fetch(policy, context.layout.root, work / "model")
@@ -66,7 +66,6 @@ def run(
         work / "model": layout.model(INITIAL),
     }
     record.finish(outputs, fingerprint.of_json(fingerprints))
-    shutil.rmtree(work, ignore_errors=True)
 
 
 def load_prompts(context: Context, config: PromptsConfig) -> dict[str, pa.Table]:

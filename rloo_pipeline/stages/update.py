@@ -67,7 +67,7 @@ def run(context: Context, config: UpdateConfig) -> None:
     _describe(record, rows)
 
     work = record.work
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work.parent, ignore_errors=True)
     _save_policy(model, policy, work / "model")
     carried = advantages["facts"].get("carried")
     trainer_state.save(optimizer, parameters, work / "trainer_state", int(record.metrics["step"]), carried)
@@ -78,7 +78,6 @@ def run(context: Context, config: UpdateConfig) -> None:
         work / "model": layout.model(iteration),
     }
     record.finish(outputs, fingerprint.of_json([written, state_written]))
-    shutil.rmtree(work, ignore_errors=True)
 
 
 def check_on_policy(sampled: str, updated: str, iteration: str, previous: str) -> None:

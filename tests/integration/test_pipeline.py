@@ -344,3 +344,10 @@ def wait_for(path: Path, process: "subprocess.Popen[bytes]") -> str:
         assert process.poll() is None, (path.parent / "log").read_text()
         time.sleep(0.1)
     return path.read_text()
+
+
+def test_a_finished_stage_leaves_no_work_in_progress_but_the_evaluations_samples(finished_project):
+    """Leftovers under other settings would fill the disk; the samples serve a changed reward."""
+    left = sorted(path.relative_to(finished_project.root / ".rloo/work") for path in
+                  (finished_project.root / ".rloo/work").glob("*/*/*"))  # fmt: skip
+    assert [path.parts[:2] for path in left] == [("evaluate", iteration) for iteration in ("0000", "0001", "0002")]
