@@ -172,6 +172,18 @@ def table() -> None:
 
 
 @app.command()
+def estimators(iteration: Iteration) -> None:
+    """Compare all baselines on an iteration's stored completions, the variance of the gradient included."""
+    from rloo_pipeline.audit import estimators as report
+    from rloo_pipeline.stages.context import make_context
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    layout = Layout(Path())
+    params = load_params(layout.params)
+    report.run(make_context(params, layout, iteration), params.advantages)
+
+
+@app.command()
 def iterations(count: Annotated[int, typer.Argument(help="How many iterations the chain shall have.")]) -> None:
     """Lengthen or shorten the chain in params.yaml, comments kept."""
     from rloo_pipeline.chain import set_length

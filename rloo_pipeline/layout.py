@@ -74,6 +74,10 @@ class Layout:
     def history(self) -> Path:
         return self.artifacts / "history.json"
 
+    def report(self, name: str, iteration: str, suffix: str) -> Path:
+        """A file for people that no stage reads."""
+        return self.root / "reports" / name / f"{iteration}.{suffix}"
+
     @property
     def state(self) -> Path:
         """Work in progress, locks and whatever else is neither an artifact nor a record."""

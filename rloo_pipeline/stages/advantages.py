@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import Layout
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.advantages import Advantages, compute
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
@@ -27,24 +28,35 @@ def run(context: Context, config: AdvantagesConfig) -> None:
     """
     layout, iteration = context.layout, context.iteration
     rollouts = read_manifest(layout.rollouts(iteration))
-    inputs = {"rollouts": rollouts["fingerprint"]}
-    for stage, directory in (("rewards", layout.rewards(iteration)), ("logprobs", layout.logprobs(iteration))):
-        manifest = read_manifest(directory)
-        check_made_from(manifest["facts"]["rollouts_fingerprint"], rollouts["fingerprint"], stage, iteration)
-        inputs[stage] = manifest["fingerprint"]
+    inputs = {"rollouts": rollouts["fingerprint"], **scored_fingerprints(layout, iteration, rollouts["fingerprint"])}
     inputs["trainer_state"] = read_manifest(layout.trainer_state(context.link.previous))["fingerprint"]
     record = start(context, "advantages", config, inputs)
 
     state = State.read(layout.trainer_state(context.link.previous), config)
-    sampled = read_shards(layout.rollouts(iteration), [*KEY_NAMES, "finish_reason"])
-    table = join(join(read_shards(layout.rewards(iteration)), read_shards(layout.logprobs(iteration))), sampled)
-    names_G = list(dict.fromkeys(sampled["prompt_id"].to_pylist()))
+    table, names_G = scored(layout, iteration)
     computed = estimate(table, names_G, rollouts["facts"], config, state)
     entries = write_shards(record.work, 1, lambda _: _table(table, computed), ADVANTAGES)
     facts = {"rollouts_fingerprint": rollouts["fingerprint"], **state.facts(config, computed)}
     output = write_shards_manifest(record.work, entries, facts)
     describe(record, table, computed, config, state)
     record.finish({record.work: layout.advantages(iteration)}, output)
+
+
+def scored_fingerprints(layout: Layout, iteration: str, rollouts: str) -> dict[str, str]:
+    """Fingerprints of rewards and log-probs; raises UserError if they are not of the rollouts of this fingerprint."""
+    found = {}
+    for stage, directory in (("rewards", layout.rewards(iteration)), ("logprobs", layout.logprobs(iteration))):
+        manifest = read_manifest(directory)
+        check_made_from(manifest["facts"]["rollouts_fingerprint"], rollouts, stage, iteration)
+        found[stage] = manifest["fingerprint"]
+    return found
+
+
+def scored(layout: Layout, iteration: str) -> tuple[pa.Table, list[str]]:
+    """Rewards, log-probs and finish reasons in key order, and the prompt ids in the order that they were drawn."""
+    sampled = read_shards(layout.rollouts(iteration), [*KEY_NAMES, "finish_reason"])
+    table = join(join(read_shards(layout.rewards(iteration)), read_shards(layout.logprobs(iteration))), sampled)
+    return table, list(dict.fromkeys(sampled["prompt_id"].to_pylist()))
 
 
 def estimate(

@@ -1,72 +1,17 @@
 """Other estimators through the stages of a tiny project: what the files say, against values by hand."""
 
-import copy
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from rloo_pipeline.config import parse_params
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.layout import Layout
-from rloo_pipeline.stages import advantages, logprobs, prepare, rewards, rollouts, update
-from rloo_pipeline.stages.context import make_context
-from tests.conftest import varied_project
 from tests.enumeration import one_thread
-from tests.project import PARAMS
-
-STAGES = {
-    "rollouts": rollouts,
-    "logprobs": logprobs,
-    "rewards": rewards,
-    "advantages": advantages,
-    "update": update,
-}
-SAMPLED = ("rollouts", "logprobs", "rewards")
-
-
-class Lab:
-    """A project whose stages run in this process, with the settings of each call."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.layout = root, Layout(root)
-
-    def run(self, iteration: str, *stages: str, **sections: dict[str, Any]) -> None:
-        """Run stages of an iteration with keys of sections changed."""
-        values = copy.deepcopy(PARAMS)
-        for name, changes in sections.items():
-            values[name] |= changes
-        params = parse_params(values)
-        for stage in stages:
-            STAGES[stage].run(make_context(params, self.layout, iteration), getattr(params, stage))
-
-    def table(self, stage: str, iteration: str) -> pa.Table:
-        """All rows of an artifact."""
-        files = sorted((self.root / "artifacts" / stage / iteration).glob("*.parquet"))
-        return pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
-
-    def json(self, path: str) -> Any:
-        """A JSON file of the project."""
-        return json.loads((self.root / path).read_text())
-
-    def metrics(self, stage: str, iteration: str) -> dict[str, float]:
-        """A stage's metrics."""
-        return dict(self.json(f"metrics/{stage}/{iteration}.json"))
-
-    def state(self, iteration: str) -> dict[str, Any]:
-        """The JSON part of a trainer state."""
-        return dict(self.json(f"artifacts/policy/{iteration}/trainer_state/state.json"))
-
-    def weights(self, iteration: str) -> dict[str, torch.Tensor]:
-        """A policy's tensors."""
-        return load_file(self.root / "artifacts" / "policy" / iteration / "model" / "model.safetensors")
+from tests.lab import SAMPLED, STAGES, Lab, sampled_lab
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,14 +23,7 @@ def _one_thread():
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """A project with iteration 0001 done and 0002 sampled, scored and rewarded. Not to be written to."""
-    lab = Lab(varied_project(tmp_path_factory.mktemp("family") / "project").root)
-    params = parse_params(PARAMS)
-    limits = {"train": params.rollouts.max_tokens, "eval": params.evaluate.max_tokens}
-    context = make_context(params, lab.layout, "0000")
-    prepare.run(context, params.policy, params.prompts, limits, len(params.iterations))
-    lab.run("0001", *STAGES, update={"learning_rate": 5e-3})
-    lab.run("0002", *SAMPLED)
-    return lab
+    return sampled_lab(tmp_path_factory.mktemp("family") / "project")
 
 
 @pytest.fixture
