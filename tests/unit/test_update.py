@@ -399,3 +399,15 @@ def test_the_stage_refuses_a_broken_advantage_and_publishes_nothing(project):
         update(project)
     assert not project.policy("0001").exists()
     assert not project.metrics("update", "0001").exists()
+
+
+def test_bfloat16_passes_keep_float32_master_weights_and_gradients(by_hand):
+    """The passes are rounded to 8 bits of mantissa: the gradient's direction stays, its type is the weights'."""
+    _, expected = by_hand
+    model = make_model(0)
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    accumulate(model, make_rows(), TEMPERATURE, config, 24)
+    got = gradients(model)
+    assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    flat, exact = (torch.cat([g.flatten().double() for g in tensors.values()]) for tensors in (got, expected))
+    assert torch.nn.functional.cosine_similarity(flat, exact, dim=0) > 0.99
