@@ -22,6 +22,7 @@ def kl_loss(
     denominator: float,
     estimator: Estimator = "k1",
     normalization: Normalization = "none",
+    weights_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A microbatch's share of (1 / denominator) * sum_i r_i kl_i, whose expected gradient is that of E[kl]; a scalar.
 
@@ -29,7 +30,8 @@ def kl_loss(
     alone would miss that the policy also chooses which completions are sampled: k1 would then push nowhere on average,
     k3 towards another divergence. Through r_i that part is there, and with k1 (summed) it is the whole gradient, the
     other part having mean 0, so kl_i is taken as constant. old_logprobs_NT: those of the policy that sampled;
-    logprobs_NT.detach() in the first step. Times beta it is added to the loss; denominator: trained sequences.
+    logprobs_NT.detach() in the first step. Times beta it is added to the loss; denominator as in sequence_loss;
+    weights_N: of the sampler correction by sequence, 1 if None.
     Source: Tang and Munos 2025, arXiv:2506.09477.
     """
     log_ratio_NT = (logprobs_NT - reference_logprobs_NT).masked_fill(~completion_mask_NT, 0)
@@ -39,4 +41,6 @@ def kl_loss(
     if estimator == "k1" and normalization == "none":
         kl_N = kl_N.detach()
     ratio_N = (logprobs_NT - old_logprobs_NT).masked_fill(~completion_mask_NT, 0).sum(-1).exp()
+    if weights_N is not None:
+        kl_N = kl_N * weights_N.to(kl_N.dtype)
     return (ratio_N * kl_N).sum() / (denominator or 1)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,7 +35,8 @@ class KlTerm:
 class Rows:
     """The completions trained on: token ids, the sampler's log-probs (nats) and advantages.
 
-    Where they are needed also: log-probs of the policy at the start and of the reference, and weights of tokens.
+    Where they are needed also: log-probs of the policy at the start and of the reference, and the weights of the
+    sampler correction, of tokens or of completions; those of completions are in advantages_N already.
     """
 
     prompts_N: list[np.ndarray]
@@ -45,6 +46,7 @@ class Rows:
     old_logprobs_N: list[np.ndarray] | None = None
     reference_logprobs_N: list[np.ndarray] | None = None
     token_weights_N: list[np.ndarray] | None = None
+    weights_N: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompts_N)
@@ -56,12 +58,12 @@ class Rows:
 
     def take(self, chosen_M: np.ndarray) -> "Rows":
         """The rows at these indices, in their order."""
-        lists = {
-            name: [values[row] for row in chosen_M]
+        parts: dict[str, Any] = {
+            name: values[chosen_M] if isinstance(values, np.ndarray) else [values[row] for row in chosen_M]
             for name, values in vars(self).items()
-            if values is not None and name != "advantages_N"
+            if values is not None
         }
-        return replace(self, advantages_N=self.advantages_N[chosen_M], **lists)
+        return Rows(**parts)
 
 
 @dataclass
@@ -152,14 +154,16 @@ def _policy_loss(
 def _kl_loss(
     logprobs_BT: "torch.Tensor", batch: Batch, rows: Rows, denominator: float, kl: KlTerm, totals: Totals
 ) -> "torch.Tensor":
+    import torch
+
     from rloo_pipeline.objective.kl_loss import kl_loss
 
     assert rows.reference_logprobs_N is not None
     reference_BT = _padded(rows.reference_logprobs_N, batch)
     old_BT = logprobs_BT.detach() if rows.old_logprobs_N is None else _padded(rows.old_logprobs_N, batch)
-    term = kl_loss(
-        logprobs_BT, old_BT, reference_BT, batch.completion_mask_BT, denominator, kl.estimator, kl.normalization
-    )
+    weights_B = None if rows.weights_N is None else torch.tensor(rows.weights_N[batch.rows_B], device=old_BT.device)
+    mask_BT = batch.completion_mask_BT
+    term = kl_loss(logprobs_BT, old_BT, reference_BT, mask_BT, denominator, kl.estimator, kl.normalization, weights_B)
     totals.kl += term.item()
     return term
 

@@ -110,7 +110,7 @@ def _corrected(rows: Rows, old_N: list[np.ndarray], config: UpdateConfig) -> tup
     offsets_N1 = np.cumsum([0, *rows.lengths_N])
     if config.sampler_correction_level == "sequence":
         weights = sequence_weights(policy, sampler, offsets_N1, correction, cap)
-        rows = replace(rows, advantages_N=rows.advantages_N * weights)
+        rows = replace(rows, advantages_N=rows.advantages_N * weights, weights_N=weights)
     else:
         weights = token_weights(policy, sampler, correction, cap)
         rows = replace(rows, token_weights_N=np.split(weights, offsets_N1[1:-1]))

@@ -228,3 +228,23 @@ def test_kl_metrics_and_steps(estimator):
     assert metrics["beta"] == pytest.approx(0.05)
     assert metrics["kl_loss"] > 0
     assert apart(with_kl, trained(make_rows(), config)[0]) > 1e-5
+
+
+def test_several_steps_in_bfloat16():
+    """First pass and steps are in the same precision, so the ratios of the first step are near 1."""
+    config = UpdateConfig(learning_rate=0.0, epochs=2, dtype="bfloat16", sampler_tolerance=1.0, epsilon=0.05)
+    _, metrics = trained(make_rows(), config)
+    assert metrics["clip_ratio/region_mean"] == 0
+    assert metrics["sampler_gap/token_max"] > 1e-4
+
+
+def test_the_kl_in_the_loss_is_corrected_by_sequence_too():
+    """One weight exp(-0.1 n) for reward and KL of a completion of n tokens: as with both in the advantage."""
+    config = UpdateConfig(learning_rate=1e-3, sampler_tolerance=1.0, sampler_correction="truncate")
+    _, metrics = trained(make_rows(shift=0.1, reference_logprobs_N=REFERENCE), config, KlTerm(0.3, "k1", "none"))
+    kl_N = np.array([float((row + 5.0).sum()) for row in make_rows().sampler_logprobs_N])
+    weights_N = np.exp(-0.1 * np.array([length for _, length in LENGTHS]))
+    assert metrics["kl_loss"] == pytest.approx((weights_N * kl_N).mean(), abs=1e-4)
+    rows = make_rows()
+    in_reward = Rows(rows.prompts_N, rows.completions_N, rows.sampler_logprobs_N, weights_N * (ADVANTAGES - 0.3 * kl_N))
+    assert metrics["grad_norm"] == pytest.approx(trained(in_reward, PLAIN)[1]["grad_norm"], rel=1e-4)
