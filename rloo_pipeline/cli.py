@@ -123,7 +123,7 @@ def rewards(iteration: Iteration) -> None:
 
 @app.command()
 def advantages(iteration: Iteration) -> None:
-    """Fold the KL into the rewards and subtract the siblings' mean."""
+    """Turn rewards and KL into advantages by the chosen baseline."""
     from rloo_pipeline.stages import advantages as stage
     from rloo_pipeline.stages.context import make_context
 
@@ -133,7 +133,7 @@ def advantages(iteration: Iteration) -> None:
 
 @app.command()
 def update(iteration: Iteration) -> None:
-    """Take one on-policy gradient step."""
+    """Take the gradient steps: by default a single on-policy one."""
     from rloo_pipeline.stages import update as stage
     from rloo_pipeline.stages.context import make_context
 
