@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
-from rloo_pipeline.config import parse_params
+from rloo_pipeline.config import IterationConfig, parse_params
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.stages import advantages, logprobs, prepare, rewards, rollouts, update
-from rloo_pipeline.stages.context import make_context
+from rloo_pipeline.stages.context import Context, make_context
 from tests.conftest import varied_project
 from tests.project import PARAMS
 
@@ -69,7 +69,8 @@ def sampled_lab(root: Path) -> Lab:
     lab = Lab(varied_project(root).root)
     params = parse_params(PARAMS)
     limits = {"train": params.rollouts.max_tokens, "eval": params.evaluate.max_tokens}
-    context = make_context(params, lab.layout, "0000")
+    link = IterationConfig(previous="0000", reference="0000")
+    context = Context(lab.layout, "0000", link, params.seed, params.execution)
     prepare.run(context, params.policy, params.prompts, limits, len(params.iterations))
     lab.run("0001", *STAGES, update={"learning_rate": 5e-3})
     lab.run("0002", *SAMPLED)
