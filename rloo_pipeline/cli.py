@@ -86,7 +86,7 @@ def prepare(iteration: Annotated[str, typer.Argument(help="Always 0000.")] = INI
     with _stage("prepare", offline=False) as (layout, params):
         if iteration != INITIAL:
             raise UserError(f"prepare {iteration}: it runs once, before the first iteration; leave the id out")
-        context = make_context(params, layout, INITIAL)
+        context = make_context(params, layout, INITIAL, initial=True)
         max_tokens = {"train": params.rollouts.max_tokens, "eval": params.evaluate.max_tokens}
         stage.run(context, params.policy, params.prompts, max_tokens, len(params.iterations))
 
@@ -148,7 +148,7 @@ def evaluate(iteration: Iteration) -> None:
     from rloo_pipeline.stages.context import make_context
 
     with _stage(f"evaluate {iteration}", offline=False) as (layout, params):
-        stage.run(make_context(params, layout, iteration), params.evaluate, params.rewards)
+        stage.run(make_context(params, layout, iteration, initial=True), params.evaluate, params.rewards)
 
 
 @app.command()
@@ -187,6 +187,11 @@ def estimators(iteration: Iteration) -> None:
 def iterations(count: Annotated[int, typer.Argument(help="How many iterations the chain shall have.")]) -> None:
     """Lengthen or shorten the chain in params.yaml, comments kept."""
     from rloo_pipeline.chain import set_length
+    from rloo_pipeline.disk import check_space
 
-    params = set_length(Layout(Path()).params, count)
+    layout = Layout(Path())
+    if layout.model(INITIAL).exists():
+        missing = [number for number in range(1, count + 1) if not layout.model(f"{number:04d}").exists()]
+        check_space(layout, layout.model(INITIAL), len(missing))
+    params = set_length(layout.params, count)
     print(f"params.yaml: {len(params.iterations)} iterations; `dvc repro` runs what is new")

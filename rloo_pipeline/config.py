@@ -1,6 +1,7 @@
 """params.yaml as frozen models: unknown keys are refused, every field says what it means and its unit."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -8,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.layout import INITIAL, check_iteration
+from rloo_pipeline.layout import INITIAL
 from rloo_pipeline.objective.baselines import check_completions
 from rloo_pipeline.objective_config import AdvantagesConfig as AdvantagesConfig
 from rloo_pipeline.objective_config import UpdateConfig as UpdateConfig
@@ -67,6 +68,11 @@ class DatasetConfig(Section):
             raise ValueError(f"name exactly one of {', '.join(origins)}; given: {', '.join(given) or 'none'}")
         if self.hub is not None and self.split is None:
             raise ValueError("a hub dataset needs its split, as in split: train")
+        of_hub = {"name": self.name, "split": self.split, "revision": self.revision}
+        idle = [key for key, value in of_hub.items() if value is not None and self.hub is None]
+        idle += ["kwargs"] if self.kwargs and self.generator is None else []
+        if idle:
+            raise ValueError(f"{', '.join(idle)}: without effect on {given[0]}; remove it")
         return self
 
 
@@ -158,6 +164,11 @@ class RewardConfig(Section):
     def _exactly_one_scorer(self) -> Self:
         if (self.function is None) == (self.model is None):
             raise ValueError(f"reward {self.name}: name exactly one of function and model")
+        if self.name.endswith(("_std", "_null")):
+            raise ValueError(f"reward {self.name}: metrics end with _std and _null; take another name")
+        idle = ("kwargs", self.kwargs) if self.function is None else ("revision", self.revision)
+        if idle[1]:
+            raise ValueError(f"reward {self.name}: {idle[0]} is without effect here; remove it")
         return self
 
 
@@ -196,7 +207,7 @@ class Params(Section):
     seed: int = Field(ge=0, description="Every random choice is derived from it.")
     iterations: dict[str, IterationConfig] = Field(description="The chain, by four-digit id.")
     sources: dict[Name, SourceConfig] = Field(
-        default_factory=dict, description="Files of the user's own that stages read: editing one reruns its users."
+        description="Files of the user's own that stages read: editing one reruns its users; {} if there are none."
     )
     policy: PolicyConfig
     prompts: PromptsConfig
@@ -213,7 +224,9 @@ class Params(Section):
     def _chain(cls, value: dict[str, IterationConfig]) -> dict[str, IterationConfig]:
         for key, item in value.items():
             for role, other in (("previous", item.previous), ("reference", item.reference)):
-                check_iteration(key), check_iteration(other)
+                for name in (key, other):
+                    if not re.fullmatch("[0-9]{4}", name):
+                        raise ValueError(f'{name}: an iteration id has four digits in quotes, as in "0001"')
                 if other != INITIAL and other not in value:
                     raise ValueError(f"iteration {key}: its {role} {other} is not in the chain")
                 if other >= key:
@@ -260,6 +273,8 @@ def _explain(error: ValidationError, path: Path) -> str:
         where = ".".join(str(part) for part in item["loc"]) or "the file as a whole"
         if item["type"] == "extra_forbidden":
             lines.append(f"{path}: {where}: there is no such key; check its spelling")
+        elif item["loc"][0] == "iterations" and item["type"] == "string_type":
+            lines.append(f'{path}: {where}: ids must be in quotes, as in "0001"')
         elif item["type"] == "missing":
             lines.append(f"{path}: {where}: this key is missing; add it")
         else:

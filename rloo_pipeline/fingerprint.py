@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rloo_pipeline.errors import UserError
+
 MANIFEST = "manifest.json"
 
 
@@ -82,7 +84,7 @@ def of_tensors(files: Iterable[Path]) -> dict[str, str]:
     for path in sorted(files):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             size = int.from_bytes(data[:8], "little")
-            header = json.loads(data[8 : 8 + size])
+            header = _header(path, data[8 : 8 + size], len(data) - 8 - size)
             header.pop("__metadata__", None)
             with memoryview(data)[8 + size :] as body, ThreadPoolExecutor() as pool:
 
@@ -93,6 +95,18 @@ def of_tensors(files: Iterable[Path]) -> dict[str, str]:
 
                 tensors.update(zip(header, pool.map(describe, header.values()), strict=True))
     return dict(sorted(tensors.items()))
+
+
+def _header(path: Path, text: bytes, room: int) -> dict[str, Any]:
+    """The header of a safetensors file with `room` bytes of tensors; raises UserError if it is not whole."""
+    try:
+        header: dict[str, Any] = json.loads(text)
+        end = max((item["data_offsets"][1] for key, item in header.items() if key != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a safetensors file ({error}); restore it or write it anew") from error
+    if end != room:
+        raise UserError(f"{path}: {room} bytes of tensors where its header tells {end}; restore it or write it anew")
+    return header
 
 
 def of_model(directory: Path) -> tuple[str, dict[str, str]]:

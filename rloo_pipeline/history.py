@@ -46,7 +46,7 @@ def show(layout: Layout, params: Params) -> None:
 
     # In the 80 columns of a log, headings may wrap, figures not.
     table = Table(title="RLOO run", box=SIMPLE_HEAD)
-    for title in ("iteration", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "seconds"):
+    for title in ("id", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "seconds"):
         table.add_column(title, justify="right", no_wrap=title.startswith("held-out"))
     for row in collect(layout, params):
         interval = "-"
@@ -74,9 +74,13 @@ def verdict(rows: list[Row]) -> str:
     after, low, high = (last[f"evaluate/reward{end}"] for end in ("", "_low", "_high"))
     what = f"held-out reward {before:.3f} before, {after:.3f} after {last['iteration']} (95% {low:.3f} to {high:.3f})"
     if low > before:
-        return f"{what}: improved, the interval is clear of the initial value"
+        return f"{what}: improved{_times(before, after)}, the interval is clear of the initial value"
     return f"{what}: no improvement that the interval is clear of"
 
 
 def _number(row: Row, name: str, form: str) -> str:
     return format(row[name], form) if name in row else "-"
+
+
+def _times(before: float, after: float) -> str:
+    return f" {after / before:.1f} times" if before > 0 else ""

@@ -28,7 +28,11 @@ def write_table(path: Path, table: pa.Table) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     metadata = {**(table.schema.metadata or {}), _FINGERPRINT: content.encode()}
-    pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
+    try:
+        pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
+    except pa.ArrowNotImplementedError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: a column has a type that Parquet cannot hold ({error}); change or drop it") from error
     temporary.replace(path)
     return content
 

@@ -1,11 +1,12 @@
 """Files of the user's own: which ones the params name, and whether DVC watches them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rloo_pipeline import fingerprint
-from rloo_pipeline.config import DatasetConfig, Params, RewardConfig
+from rloo_pipeline.config import DatasetConfig, Params, RewardConfig, SourceConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import Layout
 from rloo_pipeline.rewards.sources import user_file
 
 
@@ -35,14 +36,18 @@ def _reward_files(reward: RewardConfig, root: Path) -> Iterator[Path]:
         yield Path(reward.model)
 
 
-def reward_files(rewards: Sequence[RewardConfig], root: Path) -> dict[str, str]:
-    """The fingerprint of every file and directory that the rewards name."""
-    paths = {path for reward in rewards for path in _reward_files(reward, root) if (root / path).exists()}
-    return {f"source:{path.as_posix()}": fingerprint.of_path(root / path) for path in sorted(paths)}
+def fingerprints(sources: Mapping[str, SourceConfig], used_by: str, root: Path) -> dict[str, str]:
+    """The fingerprint of every listed file and directory that a section uses, those that others import among them."""
+    paths = sorted({source.path for source in sources.values() if source.used_by == used_by})
+    for path in paths:
+        if not (root / path).exists():
+            raise UserError(f"sources: {path}: no such file or directory")
+    return {f"source:{path.as_posix()}": fingerprint.of_path(root / path) for path in paths}
 
 
 def check_listed(params: Params, root: Path) -> None:
     """Raise UserError if the params name a file that `sources` does not list: DVC would not see it change."""
+    _check_records(params, root)
     listed = {(source.used_by, (root / source.path).resolve()) for source in params.sources.values()}
     for where, used_by, path in named_files(params, root):
         target = (root / path).resolve()
@@ -51,3 +56,11 @@ def check_listed(params: Params, root: Path) -> None:
                 f"{where} names {path}, which `sources` does not list, so an edit of it would rerun nothing; add to "
                 f"params.yaml under sources:\n  {used_by}_{path.stem}: {{path: {path}, used_by: {used_by}}}"
             )
+
+
+def _check_records(params: Params, root: Path) -> None:
+    """Refuse the record of a source that is no longer listed: the stages would go on depending on it."""
+    records = {Layout(root).source(source.used_by, name) for name, source in params.sources.items()}
+    for path in sorted((root / "sources").glob("*/*.json")):
+        if path not in records:
+            raise UserError(f"{path}: params.yaml lists no such source, but stages depend on it; remove the file")

@@ -111,7 +111,7 @@ class Project:
     def run(self, *command: str, check: bool = True, **extra: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the project; with `check`, fail with its output if it fails."""
         done = subprocess.run(
-            command, cwd=self.root, env=environment(**extra), capture_output=True, text=True, timeout=500, check=False
+            command, cwd=self.root, env=environment(**extra), capture_output=True, text=True, timeout=1500, check=False
         )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}")

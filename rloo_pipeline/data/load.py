@@ -88,9 +88,11 @@ def _read_csv(path: Path) -> pa.Table:
 def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
     for kind in (pa.int64(), pa.float64(), pa.bool_()):
         try:
-            return column.cast(kind)
+            typed = column.cast(kind)
         except pa.ArrowInvalid:
             continue
+        # 007 stays text: as the number 7 it would be another answer.
+        return typed if kind != pa.int64() or typed.cast(pa.string()) == column else column
     return column
 
 
@@ -118,7 +120,7 @@ def _from_generator(spec: str, kwargs: Mapping[str, Any], root: Path) -> pa.Tabl
     generate = load_callable(spec, root)
     try:
         rows = generate(**kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{spec}: raised {type(error).__name__}: {error}; mend it or its kwargs") from error
     if not isinstance(rows, list):
         raise UserError(f"{spec}: returned a {type(rows).__name__}; it must return a list of dicts, one for each row")

@@ -1,5 +1,6 @@
 """Per-token log-probs of completions: the one place where stages score tokens."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,6 +132,7 @@ class Scorer:
     def __init__(self, policy: Policy, dtype: str, temperature: float, batch_tokens: int, role: str) -> None:
         self.policy, self.dtype, self.temperature = policy, dtype, temperature
         self.batch_tokens, self.role = batch_tokens, role
+        self.seconds = 0.0  # in passes alone, without the model's loading
         self._last: tuple[pa.Table, pa.Array] | None = None
 
     @cached_property
@@ -148,7 +150,9 @@ class Scorer:
 
     def _score(self, table: pa.Table) -> pa.Array:
         prompts, completions = rows_of(table, "prompt_token_ids"), rows_of(table, "completion_token_ids")
+        model, started = self.model, time.monotonic()
         with progress(f"scoring, {self.role}", len(completions), "completions") as done:
-            logprobs = score(self.model, prompts, completions, self.temperature, self.batch_tokens, done)
+            logprobs = score(model, prompts, completions, self.temperature, self.batch_tokens, done)
+        self.seconds += time.monotonic() - started
         offsets = np.cumsum([0, *(len(row) for row in logprobs)], dtype=np.int32)
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(logprobs)))

@@ -92,7 +92,7 @@ class _Call:
     def start(self) -> Any:
         try:
             return self._call(self.rows)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._raised(error) from error
 
     async def finish(self, output: Any) -> Any:
@@ -100,7 +100,7 @@ class _Call:
             return output
         try:
             return await output
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._raised(error) from error
 
     def _call(self, rows: pa.Table) -> Any:
@@ -113,7 +113,7 @@ class _Call:
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         say(f"reward {self.config.name}: log_extra: column {column} ({len(values)} values) is not stored")
 
-    def _raised(self, error: Exception) -> UserError:
+    def _raised(self, error: BaseException) -> UserError:
         return UserError(
             f"{self._title()} raised {type(error).__name__}: {error} "
             f"({self._first_that_raises()}); mend the function. It is called with {', '.join(CALL_ARGUMENTS)} and the "
@@ -126,7 +126,7 @@ class _Call:
                 output = self._call(self.rows.slice(row, 1))
                 if inspect.isawaitable(output):
                     _finish_alone(output)
-            except Exception:
+            except (Exception, SystemExit):
                 return f"at {self._place(row)}"
         return f"called on {self.rows.num_rows} rows from {self._place(0)} on; on no row alone"
 

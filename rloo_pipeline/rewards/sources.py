@@ -53,7 +53,7 @@ def _member(spec: str, module: ModuleType, origin: str, name: str) -> Callable[.
 def _import(spec: str, origin: str) -> ModuleType:
     try:
         return importlib.import_module(origin)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{spec}: module {origin} could not be imported: {_told(error)}; install it, or name a file of the project "
             "as path/file.py:callable"
@@ -73,7 +73,7 @@ def _execute(spec: str, path: Path) -> ModuleType:
         sys.path.append(folder)
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{spec}: {path} could not be loaded: {_told(error)}; mend the file") from error
     return module
 
@@ -82,5 +82,5 @@ def _callables(module: ModuleType) -> list[str]:
     return sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -186,7 +186,7 @@ def _of_options(table: pa.Table, computed: Advantages, config: AdvantagesConfig,
     """Metrics that exist only under the settings that they tell of."""
     metrics = {}
     penalty_N = _penalty(table, truncated(table), config)
-    if penalty_N is not None:
+    if penalty_N is not None and not np.isnan(computed.reward_N).all():
         metrics["truncation_penalty"] = float(penalty_N[~np.isnan(computed.reward_N)].mean())
     if config.target_kl is not None:
         metrics["beta"] = state.beta

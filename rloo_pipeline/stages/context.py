@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rloo_pipeline import fingerprint
-from rloo_pipeline.config import ExecutionConfig, IterationConfig, Params
+from rloo_pipeline.config import ExecutionConfig, IterationConfig, Params, SourceConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import publish, write_json
 from rloo_pipeline.layout import INITIAL, Layout, check_iteration
@@ -33,6 +33,7 @@ class Context:
     link: IterationConfig
     seed: int
     execution: ExecutionConfig
+    sources: Mapping[str, SourceConfig] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -40,9 +41,12 @@ class Context:
         return int(self.iteration)
 
 
-def make_context(params: Params, layout: Layout, iteration: str) -> Context:
-    """The context of one iteration; raises UserError if the chain has no such iteration."""
-    if check_iteration(iteration) == INITIAL:
+def make_context(params: Params, layout: Layout, iteration: str, *, initial: bool = False) -> Context:
+    """The context of one iteration; raises UserError if the chain has no such iteration.
+
+    initial: whether the stage runs for the initial policy too.
+    """
+    if check_iteration(iteration) == INITIAL and initial:
         link = IterationConfig(previous=INITIAL, reference=INITIAL)
     elif iteration in params.iterations:
         link = params.iterations[iteration]
@@ -51,7 +55,7 @@ def make_context(params: Params, layout: Layout, iteration: str) -> Context:
             f"iteration {iteration} is not in {layout.params}: it has {', '.join(params.iterations) or 'none'}; "
             "`rloo iterations N` lengthens the chain"
         )
-    return Context(layout, iteration, link, params.seed, params.execution)
+    return Context(layout, iteration, link, params.seed, params.execution, params.sources)
 
 
 @cache

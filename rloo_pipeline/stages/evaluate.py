@@ -19,7 +19,7 @@ from rloo_pipeline.rewards.score import join_prompts, score
 from rloo_pipeline.schema import KEY_NAMES, evaluation_schema
 from rloo_pipeline.seeds import derive
 from rloo_pipeline.shards import Entry, read_shards, read_table, write_shards, write_shards_manifest
-from rloo_pipeline.sources import reward_files
+from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import Context, Record
 from rloo_pipeline.stages.rewards import reward_metrics
 from rloo_pipeline.stages.sampling import COLUMNS, Sampler, describe, prepare_prompts
@@ -53,7 +53,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
         "evaluate": config.model_dump(mode="json"),
         "rewards": [item.model_dump(mode="json") for item in rewards],
     }
-    all_inputs = {**inputs, **reward_files(rewards, layout.root)}
+    all_inputs = {**inputs, **fingerprints(context.sources, "rewards", layout.root)}
     record = Record(context, "evaluate", all_inputs, settings, started=sampling_record.started)
     entries = _score_rewards(context, rewards, held_out, sampled, record.work, files)
     output = write_shards_manifest(record.work, entries, {"policy_fingerprint": policy.fingerprint, "skipped": False})

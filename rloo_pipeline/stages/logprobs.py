@@ -41,6 +41,9 @@ def run(context: Context, config: LogprobsConfig) -> None:
     entries = write_shards(record.work, len(rollouts["shards"]), make, LOGPROBS)
     output = write_shards_manifest(record.work, entries, {"rollouts_fingerprint": rollouts["fingerprint"]})
     _describe(record, read_shards(layout.rollouts(iteration)), read_shards(record.work))
+    seconds = sum(scorer.seconds for scorer in set(scorers.values()))
+    if seconds:
+        record.timings["tokens_per_second"] = record.timings["tokens"] * len(set(scorers.values())) / seconds
     record.finish({record.work: layout.logprobs(iteration)}, output)
 
 
@@ -55,9 +58,10 @@ def _scored(table: pa.Table, scorers: dict[str, Scorer]) -> pa.Table:
 
 
 def _describe(record: Record, rollouts: pa.Table, logprobs: pa.Table) -> None:
-    """The gap between sampler and policy, per token and per completion; tokens in the timings."""
+    """The gap between sampler and policy, per token and per completion; the tokens passed over in the timings."""
     record.metrics |= sampler_gap(rows_of(rollouts, "sampler_logprobs"), rows_of(logprobs, "policy_logprobs"))
-    record.timings["tokens"] = float(sum(len(row) for row in rows_of(rollouts, "completion_token_ids")))
+    names = ("prompt_token_ids", "completion_token_ids")
+    record.timings["tokens"] = float(sum(len(row) for name in names for row in rows_of(rollouts, name)))
 
 
 def sampler_gap(sampler_N: Sequence[np.ndarray], policy_N: Sequence[np.ndarray]) -> dict[str, float]:

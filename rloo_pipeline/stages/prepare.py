@@ -2,6 +2,8 @@
 
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -46,8 +48,7 @@ def run(
     write_model_manifest(work / "trainer_state")
     check_space(context.layout, work / "model", iterations)
 
-    tokenizer = load_tokenizer(work / "model", policy.trust_remote_code)
-    context_tokens = context_length(work / "model", policy.trust_remote_code)
+    tokenizer, context_tokens = _reading(policy, work / "model")
     fingerprints = {"policy": policy_fingerprint}
     for split, table in tables.items():
         try:
@@ -77,6 +78,15 @@ def load_prompts(context: Context, config: PromptsConfig) -> dict[str, pa.Table]
         return {"train": train, "eval": held_out}
     held_out = prompt_table(load_rows(config.eval, root), config, "eval", source_name(config.eval))
     return {"train": train, "eval": held_out}
+
+
+def _reading(policy: PolicyConfig, model: Path) -> tuple[Any, int]:
+    """Tokenizer and context length of the fetched model; errors name it as params.yaml does."""
+    try:
+        tokenizer = load_tokenizer(model, policy.trust_remote_code)
+        return tokenizer, context_length(model, policy.trust_remote_code)
+    except UserError as error:
+        raise UserError(f"policy.model {policy.model}: {error}") from error
 
 
 def _short_enough(table: pa.Table, tokenizer: object, limit: Limit) -> tuple[pa.Table, Mapping[str, str]]:

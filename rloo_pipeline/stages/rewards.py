@@ -11,7 +11,7 @@ from rloo_pipeline.progress import progress
 from rloo_pipeline.rewards.score import join_prompts, score
 from rloo_pipeline.schema import reward_column, rewards_schema
 from rloo_pipeline.shards import read_shards, read_table, write_shards, write_shards_manifest
-from rloo_pipeline.sources import reward_files
+from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import Context, Record
 
 
@@ -20,7 +20,8 @@ def run(context: Context, configs: Sequence[RewardConfig]) -> None:
     layout, iteration = context.layout, context.iteration
     rollouts = read_manifest(layout.rollouts(iteration))
     prompts, prompts_fingerprint = read_table(layout.prompts / "train.parquet")
-    inputs = {"rollouts": rollouts["fingerprint"], "prompts": prompts_fingerprint, **reward_files(configs, layout.root)}
+    files = fingerprints(context.sources, "rewards", layout.root)
+    inputs = {"rollouts": rollouts["fingerprint"], "prompts": prompts_fingerprint, **files}
     record = Record(context, "rewards", inputs, {"rewards": [config.model_dump(mode="json") for config in configs]})
 
     with progress("scoring, rewards", rollouts["rows"], "completions") as done:

@@ -1,5 +1,6 @@
 """Sampling completions of prompts into shards: what rollouts and evaluate share."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class Sampler:
         self.context, self.policy, self.config, self.prompts = context, policy, config, prompts
         self.n, self.purpose = n, purpose
         self.engine: Engine | None = None
+        self.seconds = 0.0  # in generation alone, without the engine's start
         self.name, reason = choose_engine(config.engine)
         say(f"engine {self.name}: {reason}")
 
@@ -112,7 +114,9 @@ class Sampler:
         requests = [Request(self.prompts.token_ids[p], seed) for p, seed in zip(owners, seeds, strict=True)]
         engine = self._open()
         with progress(f"generating, shard {index + 1} of {self.shards}", len(requests), "completions") as done:
+            started = time.monotonic()
             samples = engine.generate(requests, done)
+            self.seconds += time.monotonic() - started
         return self._table(keys, owners, seeds, samples)
 
     def _table(
@@ -151,4 +155,6 @@ def describe(record: Record, table: pa.Table, sampler: Sampler) -> None:
         "completions/duplicate_ratio": 1 - texts / table.num_rows,
     }
     record.timings["tokens"] = float(lengths.sum())
+    if sampler.seconds:
+        record.timings["tokens_per_second"] = float(lengths.sum()) / sampler.seconds
     record.notes |= {"filtered": sampler.prompts.filtered}

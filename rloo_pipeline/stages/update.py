@@ -1,6 +1,7 @@
 """Update: the policy's optimizer steps on the iteration's completions, by default one strictly on-policy step."""
 
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +64,9 @@ def run(context: Context, config: UpdateConfig) -> None:
     step = trainer_state.restore(optimizer, parameters, state)
     temperature, batch_tokens = rollouts["facts"]["temperature"], context.execution.update_microbatch_tokens
     learner = Learner(model, optimizer, config, temperature, batch_tokens, kl)
+    started = time.monotonic()
     record.metrics |= optimize(learner, rows, step, context.seed, iteration)
-    _describe(record, rows)
+    _describe(record, rows, time.monotonic() - started)
 
     work = record.work
     shutil.rmtree(work.parent, ignore_errors=True)
@@ -123,10 +125,11 @@ def _trainable(policy: Policy, checkpointing: bool) -> "PreTrainedModel":
     return model
 
 
-def _describe(record: Record, rows: Rows) -> None:
+def _describe(record: Record, rows: Rows, seconds: float) -> None:
     tokens = int(rows.lengths_N.sum())
     record.metrics |= {"completions": len(rows), "completion_tokens": tokens}
     record.timings["tokens"] = float(tokens + sum(len(row) for row in rows.prompts_N))
+    record.timings["tokens_per_second"] = record.timings["tokens"] / seconds
 
 
 def _save_policy(model: "PreTrainedModel", previous: Policy, target: Path) -> None:

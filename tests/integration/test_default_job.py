@@ -20,7 +20,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_held_out_accuracy_at_least_doubles(job: Project) -> None:
     """On operand pairs never trained on, with the interval clear of the initial value."""
     before, after = (job.json(f"metrics/evaluate/{iteration}.json") for iteration in ("0000", "0002"))

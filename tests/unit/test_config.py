@@ -63,7 +63,7 @@ REFUSED = [
     ({"update.learning_rate": -1e-3}, r"update\.learning_rate: "),
     ({"update.max_grad_norm": 0}, r"update\.max_grad_norm: "),
     # The chain.
-    ({"iterations": {"1": LINKS}}, r"iteration '1': an iteration id has four digits"),
+    ({"iterations": {"1": LINKS}}, r"iterations: 1: an iteration id has four digits"),
     ({"iterations": {"0001": {**LINKS, "previous": "0005"}}}, r"its previous 0005 is not in the chain"),
     ({"iterations": {"0001": {**LINKS, "reference": "0009"}}}, r"its reference 0009 is not in the chain"),
     ({"iterations": {"0001": {**LINKS, "previous": "0001"}}}, r"its previous 0001 must come before it"),

@@ -135,3 +135,11 @@ def test_truncated_parquet(tmp_path: Path) -> None:
 def test_broken_generators(tmp_path: Path, code: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_generator(tmp_path, code)
+
+
+def test_csv_answers_with_leading_zeros_stay_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer,count\na,007,7\nb,7,12\n")
+    table = load_rows(DatasetConfig(file=path), tmp_path)
+    assert table["answer"].to_pylist() == ["007", "7"]
+    assert table["count"].to_pylist() == [7, 12]
