@@ -273,7 +273,7 @@ def _explain(error: ValidationError, path: Path) -> str:
         where = ".".join(str(part) for part in item["loc"]) or "the file as a whole"
         if item["type"] == "extra_forbidden":
             lines.append(f"{path}: {where}: there is no such key; check its spelling")
-        elif item["loc"][0] == "iterations" and item["type"] == "string_type":
+        elif item["loc"][:1] == ("iterations",) and item["type"] == "string_type":
             lines.append(f'{path}: {where}: ids must be in quotes, as in "0001"')
         elif item["type"] == "missing":
             lines.append(f"{path}: {where}: this key is missing; add it")
