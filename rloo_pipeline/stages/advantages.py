@@ -162,7 +162,7 @@ def describe(record: Record, table: pa.Table, computed: Advantages, config: Adva
     if valid_N.any():
         record.metrics |= {
             "reward": float(computed.reward_N[valid_N].mean()),
-            "reward_std": float(computed.reward_N[valid_N].std()),
+            "reward_std": float(computed.reward_N[valid_N].std(ddof=int(valid_N.sum() > 1))),
             "penalized_reward": float(computed.penalized_reward_N[valid_N].mean()),
         }
     if not np.isnan(computed.kl_N).all():

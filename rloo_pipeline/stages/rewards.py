@@ -48,6 +48,6 @@ def reward_metrics(table: pa.Table, names: Sequence[str]) -> dict[str, float]:
         if table[column].null_count < table.num_rows:
             values = table[column].cast(pa.float64())
             metrics[column] = pc.mean(values).as_py()
-            metrics[f"{column}_std"] = pc.stddev(values).as_py()
+            metrics[f"{column}_std"] = pc.stddev(values, ddof=int(len(values) - values.null_count > 1)).as_py()
         metrics[f"{column}_null"] = table[column].null_count
     return metrics

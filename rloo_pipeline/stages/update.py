@@ -19,14 +19,10 @@ from rloo_pipeline.policy.handle import Policy, open_policy
 from rloo_pipeline.policy.load import load_model
 from rloo_pipeline.policy.logprobs import check_head
 from rloo_pipeline.policy.step import KlTerm, Rows, make_optimizer
-from rloo_pipeline.policy.step import Totals as Totals
-from rloo_pipeline.policy.step import accumulate as accumulate
-from rloo_pipeline.policy.step import take_step as take_step
 from rloo_pipeline.shards import read_shards
 from rloo_pipeline.stages.advantages import check_made_from, join
 from rloo_pipeline.stages.context import Context, Record, start
 from rloo_pipeline.stages.optimize import Learner, optimize
-from rloo_pipeline.stages.optimize import check_gap as check_gap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

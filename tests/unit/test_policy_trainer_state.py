@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from rloo_pipeline.config import UpdateConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.policy.step import make_optimizer
 from rloo_pipeline.policy.trainer_state import read_counters, restore, save, write_initial_state
-from rloo_pipeline.stages.update import make_optimizer
 
 CONFIG = UpdateConfig(learning_rate=1e-3)
 

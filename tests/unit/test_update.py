@@ -15,21 +15,13 @@ from rloo_pipeline.manifest import read_manifest, write_model_manifest
 from rloo_pipeline.policy import trainer_state
 from rloo_pipeline.policy.load import load_model
 from rloo_pipeline.policy.logprobs import batches, score
+from rloo_pipeline.policy.step import Rows, Totals, accumulate, make_optimizer, take_step
 from rloo_pipeline.schema import ADVANTAGES, ROLLOUTS
 from rloo_pipeline.shards import write_shards, write_shards_manifest
 from rloo_pipeline.stages.context import Context
 from rloo_pipeline.stages.logprobs import sampler_gap
-from rloo_pipeline.stages.update import (
-    Rows,
-    Totals,
-    accumulate,
-    check_gap,
-    check_on_policy,
-    make_optimizer,
-    run,
-    take_step,
-    trained_rows,
-)
+from rloo_pipeline.stages.optimize import check_gap
+from rloo_pipeline.stages.update import check_on_policy, run, trained_rows
 from tests.enumeration import one_thread
 from tests.sampling import Counter
 from tests.tiny import make_model, make_policy
