@@ -46,7 +46,7 @@ def show(layout: Layout, params: Params) -> None:
 
     # In the 80 columns of a log, headings may wrap, figures not.
     table = Table(title="RLOO run", box=SIMPLE_HEAD)
-    for title in ("id", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "seconds"):
+    for title in ("id", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "sec"):
         table.add_column(title, justify="right", no_wrap=title.startswith("held-out"))
     for row in collect(layout, params):
         interval = "-"
