@@ -8,6 +8,14 @@ from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL
 
 
+def before(params: Params, iteration: str) -> list[str]:
+    """The iterations that led to this one, the first first."""
+    found: list[str] = []
+    while (iteration := params.iterations[iteration].previous) != INITIAL:
+        found.insert(0, iteration)
+    return found
+
+
 def set_length(path: Path, count: int) -> Params:
     """Make the chain `count` iterations long, comments and finished iterations kept; raises UserError if it branches.
 

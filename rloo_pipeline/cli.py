@@ -175,12 +175,13 @@ def table() -> None:
 def estimators(iteration: Iteration) -> None:
     """Compare all baselines on an iteration's stored completions, the variance of the gradient included."""
     from rloo_pipeline.audit import estimators as report
+    from rloo_pipeline.chain import before
     from rloo_pipeline.stages.context import make_context
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     layout = Layout(Path())
     params = load_params(layout.params)
-    report.run(make_context(params, layout, iteration), params.advantages)
+    report.run(make_context(params, layout, iteration), params.advantages, before(params, iteration))
 
 
 @app.command()

@@ -258,6 +258,19 @@ class Params(Section):
                 "advantages.groups_without_signal: resample needs prompts in surplus; set rollouts.oversample above 1, "
                 "or drop in place of resample"
             )
+        without_signal = self.advantages.groups_without_signal
+        if self.rollouts.completions_per_prompt < 2 and without_signal != "keep":
+            raise ValueError(
+                f"advantages.groups_without_signal: {without_signal} would leave nothing to train on: a group of one "
+                "completion never has signal; use keep, or at least 2 rollouts.completions_per_prompt"
+            )
+        corrected = self.update.sampler_correction != "none"
+        if self.advantages.baseline == "best_of_k" and (self.update.several_steps or corrected):
+            raise ValueError(
+                "advantages.baseline: best_of_k trains on the plain likelihood of the best completions, which a "
+                "clipped ratio or a sampler correction would alter; set update.minibatches and update.epochs to 1 and "
+                "update.sampler_correction to none"
+            )
         ramp, limit = self.advantages.overlong_ramp, self.rollouts.max_tokens
         if ramp is not None and ramp[1] > limit:
             raise ValueError(

@@ -1,7 +1,7 @@
 """All baselines side by side on the stored completions of one iteration, for every K up to the one at hand."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,10 @@ import pyarrow as pa
 
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
+from rloo_pipeline.layout import Layout
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.advantages import Advantages
-from rloo_pipeline.objective.baselines import BASELINES
+from rloo_pipeline.objective.baselines import BASELINES, RunningMean
 from rloo_pipeline.objective.gradient_variance import gradient_moments, subsample
 from rloo_pipeline.objective_config import AdvantagesConfig
 from rloo_pipeline.policy.batches import collate, rows_of
@@ -51,14 +52,17 @@ class Scored:
         return np.unique(self.table["prompt_id"].to_numpy(), return_inverse=True)[1]
 
 
-def run(context: Context, config: AdvantagesConfig) -> None:
-    """Print the comparison and write it as JSON and as a plot; raises UserError on rollouts of another policy."""
+def run(context: Context, config: AdvantagesConfig, earlier: Sequence[str]) -> None:
+    """Print the comparison and write it as JSON and as a plot; raises UserError on rollouts of another policy.
+
+    earlier: the iterations before this one, whose rewards the moving average is over.
+    """
     layout, iteration, previous = context.layout, context.iteration, context.link.previous
     rollouts = read_manifest(layout.rollouts(iteration))
     policy = open_policy(layout.model(previous))
     check_on_policy(rollouts["facts"]["policy_fingerprint"], policy.fingerprint, iteration, previous)
     scored_fingerprints(layout, iteration, rollouts["fingerprint"])
-    state = State.read(layout.trainer_state(previous), config)
+    state = replace(State.read(layout.trainer_state(previous), config), past=past_rewards(layout, earlier))
     stored = Scored(*scored(layout, iteration), rollouts["facts"], state)
     check_groups(stored, iteration)
 
@@ -73,6 +77,15 @@ def run(context: Context, config: AdvantagesConfig) -> None:
     plot(rows, path.with_suffix(".png"))
     show(rows, f"Estimators on iteration {iteration}: {len(stored.names_G)} prompts")
     say(f"{path} and {path.with_suffix('.png').name} written; {len(gram_NN)} backward passes, one a completion")
+
+
+def past_rewards(layout: Layout, earlier: Sequence[str]) -> RunningMean:
+    """Mean of the penalized rewards of earlier iterations, whichever baseline they were trained with."""
+    past = RunningMean()
+    for iteration in earlier:
+        table = read_shards(layout.advantages(iteration))
+        past = past.including(table.filter(table["in_baseline"])["penalized_reward"].to_numpy())
+    return past
 
 
 def check_groups(stored: Scored, iteration: str) -> None:

@@ -11,7 +11,7 @@ from rloo_pipeline.objective.groups import WithoutSignal, check_group_sizes, inf
 
 INVALID = "no valid reward"
 MASKED = "truncated at max_tokens"
-NO_SIGNAL = "group without signal: its rewards are equal"
+NO_SIGNAL = "group without signal: fewer than two different rewards"
 SURPLUS = "group not needed: enough informative groups before it"
 NO_SIBLING = "no valid sibling to compare with"
 NOT_BEST = "not the best of its group"
@@ -80,7 +80,7 @@ def compute(
         raise UserError("advantages.normalize makes every advantage of best_of_k 0; set it to false")
     reward_N = _clipped(rewards_N, valid_N, reward_clip_range) - (0.0 if penalty_N is None else penalty_N)
     penalized_N = _penalized(reward_N, kl_N, beta)
-    _check_finite(reward_N, penalized_N, groups_N, valid_N, names_G)
+    _check_finite(reward_N, penalized_N, kl_N, groups_N, valid_N, names_G)
     usable_N = valid_N if masked_N is None else valid_N & ~masked_N
     signal_G = informative(reward_N, groups_N, usable_N, len(names_G))
     selected_G = select_groups(signal_G, without_signal, groups_wanted)
@@ -132,9 +132,15 @@ def _penalized(reward_N: np.ndarray, kl_N: np.ndarray | None, beta: float) -> np
 
 
 def _check_finite(
-    reward_N: np.ndarray, penalized_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, names_G: Sequence[str]
+    reward_N: np.ndarray,
+    penalized_N: np.ndarray,
+    kl_N: np.ndarray | None,
+    groups_N: np.ndarray,
+    valid_N: np.ndarray,
+    names_G: Sequence[str],
 ) -> None:
-    bad = np.flatnonzero(valid_N & ~np.isfinite(penalized_N))
+    finite_N = np.isfinite(penalized_N) & (True if kl_N is None else np.isfinite(kl_N))
+    bad = np.flatnonzero(valid_N & ~finite_N)
     if len(bad):
         row = int(bad[0])
         what = "KL" if np.isfinite(reward_N[row]) else "reward"

@@ -45,9 +45,9 @@ def sequence_log_ratio(policy_logprobs: np.ndarray, sampler_logprobs: np.ndarray
 
 
 def _limited(log_ratio: np.ndarray, correction: Correction, cap: float) -> np.ndarray:
-    # Limited before the exponential, which would overflow for a long completion.
+    # Limited before the exponential, which would overflow for a long completion; exp(log(cap)) need not be cap.
     ratio = np.exp(np.minimum(log_ratio, np.log(cap)))
-    return np.where(log_ratio > np.log(cap), 0.0, ratio) if correction == "mask" else ratio
+    return np.where(log_ratio > np.log(cap), 0.0 if correction == "mask" else cap, ratio)
 
 
 def effective_sample_size(log_ratio_N: np.ndarray) -> float:

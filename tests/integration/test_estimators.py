@@ -129,9 +129,18 @@ def test_rollouts_of_another_policy_are_refused(lab):
     context = make_context(parse_params(PARAMS), lab.layout, "0002")
     link = context.link.model_copy(update={"previous": "0000"})
     with pytest.raises(UserError, match="sampled from other weights"):
-        estimators.run(replace(context, link=link), CONFIG)
+        estimators.run(replace(context, link=link), CONFIG, [])
 
 
 def test_one_prompt_or_one_completion_is_refused(lab):
     with pytest.raises(UserError, match="4 prompts with 1 completions each"):
         estimators.check_groups(stored(lab, completions_per_prompt=1), "0002")
+
+
+def test_the_moving_average_is_over_earlier_iterations_whatever_their_baseline(lab):
+    """By hand: the mean of iteration 0001's penalized rewards, which leave_one_out was trained with."""
+    past = estimators.past_rewards(lab.layout, ["0001"])
+    rewards = [value for value in lab.table("advantages", "0001")["penalized_reward"].to_pylist() if value is not None]
+    assert past.rows == len(rewards) > 0
+    assert past.mean == pytest.approx(sum(rewards) / len(rewards), abs=1e-12)
+    assert estimators.past_rewards(lab.layout, []) == RunningMean()

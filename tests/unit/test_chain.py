@@ -112,3 +112,17 @@ def test_a_chain_with_gaps_is_left_alone(path: Path) -> None:
 def test_nothing_temporary_is_left(path: Path) -> None:
     set_length(path, 3)
     assert [file.name for file in path.parent.iterdir()] == ["params.yaml"]
+
+
+def test_before_follows_previous_and_not_the_order_of_the_file():
+    from rloo_pipeline.chain import before
+    from rloo_pipeline.config import parse_params
+    from tests.project import PARAMS
+
+    chain = {
+        key: {"previous": previous, "reference": "0000"}
+        for key, previous in (("0001", "0000"), ("0002", "0001"), ("0003", "0001"), ("0004", "0003"))
+    }
+    params = parse_params({**PARAMS, "iterations": chain})
+    assert before(params, "0004") == ["0001", "0003"]
+    assert before(params, "0001") == []

@@ -245,3 +245,9 @@ def test_nothing_to_train_on_gives_a_finite_zero():
     loss.backward()
     assert loss.item() == 0.0
     assert (logprobs.grad == 0).all()
+
+
+def test_a_kl_that_is_not_finite_is_refused_also_without_a_penalty() -> None:
+    """With beta in the loss the penalized rewards do not show it."""
+    with pytest.raises(UserError, match="prompt_id prompt-0: its KL is not finite"):
+        compute([1.0, 0.0], [0, 0], kl=np.array([0.0, np.inf]))

@@ -289,3 +289,11 @@ def test_adapted_beta():
     assert adapted_beta(0.5, 60.0, 6.0) == pytest.approx(0.5 * 1.02)
     assert adapted_beta(0.5, -1.0, 6.0) == pytest.approx(0.5 * 0.98)
     assert math.isclose(adapted_beta(1.0, 12.0, 6.0, gain=0.5), 1.1)
+
+
+@pytest.mark.parametrize("cap", [2.0, 3.0, 5.0, 8.0, 10.0])
+def test_a_truncated_weight_is_the_cap_itself(cap: float) -> None:
+    """The exponential of the logarithm of 3 is not 3."""
+    policy, sampler = np.zeros(2), np.array([-9.0, 0.0])
+    assert token_weights(policy, sampler, "truncate", cap).tolist() == [cap, 1.0]
+    assert token_weights(policy, sampler, "mask", cap).tolist() == [0.0, 1.0]

@@ -45,6 +45,18 @@ def test_a_group_of_one_is_taken_where_no_sibling_is_needed(baseline: str) -> No
 
 
 REFUSED = [
+    (
+        {
+            "advantages": {"baseline": "none", "groups_without_signal": "drop"},
+            "rollouts": {"completions_per_prompt": 1},
+        },
+        "a group of one completion never has signal",
+    ),
+    ({"advantages": {"baseline": "best_of_k"}, "update": {"epochs": 2}}, "best_of_k trains on the plain likelihood"),
+    (
+        {"advantages": {"baseline": "best_of_k"}, "update": {"sampler_correction": "truncate"}},
+        "best_of_k trains on the plain likelihood",
+    ),
     ({"advantages": {"baseline": "mean"}}, r"advantages\.baseline: .*leave_one_out"),
     ({"advantages": {"truncated": "penalize"}}, "penalize needs missing_eos_penalty, overlong_ramp or both"),
     ({"advantages": {"missing_eos_penalty": 1.0}}, "no effect with truncated: keep; set penalize"),
