@@ -29,8 +29,10 @@ def collect(layout: Layout, params: Params) -> list[Row]:
 
 
 def run(layout: Layout, params: Params) -> None:
-    """Write the history."""
-    write_json(layout.history, collect(layout, params))
+    """Write the history, every key in every row, null where it has no value: `dvc plots` shows nothing otherwise."""
+    rows = collect(layout, params)
+    keys = sorted({key for row in rows for key in row})
+    write_json(layout.history, [{key: row.get(key) for key in keys} for row in rows])
 
 
 def seconds(layout: Layout, iteration: str) -> float:
@@ -67,7 +69,7 @@ def show(layout: Layout, params: Params) -> None:
 
 def verdict(rows: list[Row]) -> str:
     """Whether the held-out reward of the last evaluated policy is above the initial one, its interval clear of it."""
-    evaluated = [row for row in rows if "evaluate/reward" in row]
+    evaluated = [row for row in rows if row.get("evaluate/reward") is not None]
     if len(evaluated) < 2 or evaluated[0]["iteration"] != INITIAL:
         return "held-out reward: nothing to compare with the initial policy yet"
     before, last = evaluated[0]["evaluate/reward"], evaluated[-1]

@@ -351,3 +351,13 @@ def test_a_finished_stage_leaves_no_work_in_progress_but_the_evaluations_samples
     left = sorted(path.relative_to(finished_project.root / ".rloo/work") for path in
                   (finished_project.root / ".rloo/work").glob("*/*/*"))  # fmt: skip
     assert [path.parts[:2] for path in left] == [("evaluate", iteration) for iteration in ("0000", "0001", "0002")]
+
+
+def test_dvc_plots_the_history(finished_project, tmp_path):
+    """The held-out reward of every policy, as the metrics have it; the train reward from the first iteration on."""
+    project = finished_project.copy(tmp_path / "copy")
+    data = json.loads(project.run("dvc", "plots", "show", "--json").stdout)["data"]
+    points = data["held-out reward"][0]["content"]["data"]["values"]
+    held_out = {point["iteration"]: point["evaluate/reward"] for point in points}
+    expected = ("0000", "0001", "0002")
+    assert held_out == {key: project.json(f"metrics/evaluate/{key}.json")["reward"] for key in expected}
