@@ -332,6 +332,7 @@ def test_stage_dies_with_dvc(project: Project) -> None:
     dvc.wait()
     try:
         stage.wait(timeout=10)
+        assert not stage.is_running()
     finally:
         if stage.is_running():
             os.kill(stage.pid, signal.SIGKILL)

@@ -61,6 +61,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_figures(model, free):
         assert part in message
 
 
-def test_no_iteration_always_fits(model, free):
+def test_no_iteration_always_fits(model, free, capsys):
     free(0)
     check_space(Layout(model), model, 0)
+    assert "0 iterations will write about 0.0 GiB" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 def test_another_project_is_free(tmp_path: Path) -> None:
     with exclusive(Layout(tmp_path / "a"), "update 0001"), exclusive(Layout(tmp_path / "b"), "update 0001"):
-        pass
+        assert (tmp_path / "a/.rloo/lock").read_text() == (tmp_path / "b/.rloo/lock").read_text() != ""
 
 
 def test_a_failed_stage_gives_the_lock_back(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Models and datasets by their hub names, from a hub cache made here: the same calls, no network."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rloo_pipeline.config import DatasetConfig
+from rloo_pipeline.data.load import load_rows
+from tests.project import Project
+from tests.tiny import make_policy
+
+
+def cached(cache: Path, revisions: dict[str, int]) -> None:
+    """A hub cache with a tiny model of another seed at each revision."""
+    repository = cache / "models--team--tiny"
+    for number, (revision, seed) in enumerate(revisions.items(), start=1):
+        commit = f"{number:040x}"
+        make_policy(repository / "snapshots" / commit, seed=seed)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+
+
+@pytest.mark.parametrize(("revision", "seed"), [(None, 1), ("v2", 2)])
+def test_a_policy_of_the_hub_at_its_revision(tmp_path: Path, revision: str | None, seed: int) -> None:
+    cached(tmp_path / "hub", {"main": 1, "v2": 2})
+    project = Project.create(tmp_path / "project")
+    project.change("policy.model", "team/tiny")
+    project.change("policy.revision", revision)
+    project.run("rloo", "prepare", HF_HUB_CACHE=str(tmp_path / "hub"))
+    expected = make_policy(tmp_path / "expected", seed=seed) / "model.safetensors"
+    assert (project.root / "artifacts/policy/0000/model/model.safetensors").read_bytes() == expected.read_bytes()
+
+
+def test_a_dataset_as_the_hub_client_loads_it(tmp_path: Path) -> None:
+    """A directory of Parquet files is a dataset to the hub client just as a repository of them is."""
+    (tmp_path / "additions").mkdir()
+    for split, answers in (("train", ["3", "7"]), ("test", ["9"])):
+        rows = pa.table({"prompt": [f"Say {answer}" for answer in answers], "answer": answers})
+        pq.write_table(rows, tmp_path / "additions" / f"{split}-00000-of-00001.parquet")
+    table = load_rows(DatasetConfig(hub=str(tmp_path / "additions"), split="train"), tmp_path)
+    assert table.to_pylist() == [{"prompt": "Say 3", "answer": "3"}, {"prompt": "Say 7", "answer": "7"}]
