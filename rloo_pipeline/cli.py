@@ -1,4 +1,4 @@
-"""The command line: one command for each stage, and a few for people."""
+"""The command line: one command for each stage here, those for people in commands/."""
 
 import gc
 import os
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from rloo_pipeline.commands import audit, project
 from rloo_pipeline.config import Params, load_params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL, Layout
@@ -17,6 +18,8 @@ from rloo_pipeline.layout import INITIAL, Layout
 app = typer.Typer(
     help="RLOO on language models in replayable stages.", no_args_is_help=True, pretty_exceptions_enable=False
 )
+app.add_typer(audit.app)
+app.add_typer(project.app)
 Iteration = Annotated[str, typer.Argument(help="Four-digit id of the iteration, as in 0001.")]
 
 ENVIRONMENT = {
@@ -66,6 +69,13 @@ def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
         yield layout, params
 
 
+def _run(stage: str, iteration: str) -> None:
+    from rloo_pipeline.stages import dispatch
+
+    with _stage(f"{stage} {iteration}", offline=stage not in dispatch.ONLINE) as (layout, params):
+        dispatch.run(stage, layout, params, iteration)
+
+
 @app.command()
 def sources(name: Annotated[str, typer.Argument(help="A name under sources in params.yaml.")]) -> None:
     """Record the hash of one of your own files."""
@@ -80,75 +90,43 @@ def sources(name: Annotated[str, typer.Argument(help="A name under sources in pa
 @app.command()
 def prepare(iteration: Annotated[str, typer.Argument(help="Always 0000.")] = INITIAL) -> None:
     """Fetch the initial policy and the prompts."""
-    from rloo_pipeline.stages import prepare as stage
-    from rloo_pipeline.stages.context import make_context
-
-    with _stage("prepare", offline=False) as (layout, params):
-        if iteration != INITIAL:
-            raise UserError(f"prepare {iteration}: it runs once, before the first iteration; leave the id out")
-        context = make_context(params, layout, INITIAL, initial=True)
-        max_tokens = {"train": params.rollouts.max_tokens, "eval": params.evaluate.max_tokens}
-        stage.run(context, params.policy, params.prompts, max_tokens, len(params.iterations))
+    _run("prepare", iteration)
 
 
 @app.command()
 def rollouts(iteration: Iteration) -> None:
     """Sample K completions of each prompt from the previous policy."""
-    from rloo_pipeline.stages import rollouts as stage
-    from rloo_pipeline.stages.context import make_context
-
-    with _stage(f"rollouts {iteration}", offline=True) as (layout, params):
-        stage.run(make_context(params, layout, iteration), params.rollouts)
+    _run("rollouts", iteration)
 
 
 @app.command()
 def logprobs(iteration: Iteration) -> None:
     """Score the sampled tokens with policy and reference."""
-    from rloo_pipeline.stages import logprobs as stage
-    from rloo_pipeline.stages.context import make_context
-
-    with _stage(f"logprobs {iteration}", offline=True) as (layout, params):
-        stage.run(make_context(params, layout, iteration), params.logprobs)
+    _run("logprobs", iteration)
 
 
 @app.command()
 def rewards(iteration: Iteration) -> None:
     """Score the completions with the reward components."""
-    from rloo_pipeline.stages import rewards as stage
-    from rloo_pipeline.stages.context import make_context
-
-    with _stage(f"rewards {iteration}", offline=False) as (layout, params):
-        stage.run(make_context(params, layout, iteration), params.rewards)
+    _run("rewards", iteration)
 
 
 @app.command()
 def advantages(iteration: Iteration) -> None:
     """Turn rewards and KL into advantages by the chosen baseline."""
-    from rloo_pipeline.stages import advantages as stage
-    from rloo_pipeline.stages.context import make_context
-
-    with _stage(f"advantages {iteration}", offline=True) as (layout, params):
-        stage.run(make_context(params, layout, iteration), params.advantages)
+    _run("advantages", iteration)
 
 
 @app.command()
 def update(iteration: Iteration) -> None:
     """Take the gradient steps: by default a single on-policy one."""
-    from rloo_pipeline.stages import update as stage
-    from rloo_pipeline.stages.context import make_context
-
-    with _stage(f"update {iteration}", offline=True) as (layout, params):
-        stage.run(make_context(params, layout, iteration), params.update)
+    _run("update", iteration)
 
 
 @app.command()
 def evaluate(iteration: Iteration) -> None:
     """Sample and score the held-out prompts (0000: the initial policy)."""
-    from rloo_pipeline.stages import evaluate as stage
-    from rloo_pipeline.stages.context import make_context
-
-    with _stage(f"evaluate {iteration}", offline=False) as (layout, params):
-        stage.run(make_context(params, layout, iteration, initial=True), params.evaluate, params.rewards)
+    _run("evaluate", iteration)
 
 
 @app.command()
@@ -158,41 +136,3 @@ def history() -> None:
 
     with _stage("history", offline=True) as (layout, params):
         stage.run(layout, params)
-
-
-@app.command()
-def table() -> None:
-    """Print the run as a table, and whether the held-out reward improved."""
-    from rloo_pipeline.history import collect, show, verdict
-
-    layout = Layout(Path())
-    params = load_params(layout.params)
-    show(layout, params)
-    print(verdict(collect(layout, params)))
-
-
-@app.command()
-def estimators(iteration: Iteration) -> None:
-    """Compare all baselines on an iteration's stored completions, the variance of the gradient included."""
-    from rloo_pipeline.audit import estimators as report
-    from rloo_pipeline.chain import before
-    from rloo_pipeline.stages.context import make_context
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    layout = Layout(Path())
-    params = load_params(layout.params)
-    report.run(make_context(params, layout, iteration), params.advantages, before(params, iteration))
-
-
-@app.command()
-def iterations(count: Annotated[int, typer.Argument(help="How many iterations the chain shall have.")]) -> None:
-    """Lengthen or shorten the chain in params.yaml, comments kept."""
-    from rloo_pipeline.chain import set_length
-    from rloo_pipeline.disk import check_space
-
-    layout = Layout(Path())
-    if layout.model(INITIAL).exists():
-        missing = [number for number in range(1, count + 1) if not layout.model(f"{number:04d}").exists()]
-        check_space(layout, layout.model(INITIAL), len(missing))
-    params = set_length(layout.params, count)
-    print(f"params.yaml: {len(params.iterations)} iterations; `dvc repro` runs what is new")

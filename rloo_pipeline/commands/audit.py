@@ -1,0 +1,37 @@
+"""Commands that look at what happened and change nothing."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rloo_pipeline.config import load_params
+from rloo_pipeline.layout import Layout
+
+app = typer.Typer()
+Iteration = Annotated[str, typer.Argument(help="Four-digit id of the iteration, as in 0001.")]
+
+
+@app.command()
+def table() -> None:
+    """Print the run as a table, and whether the held-out reward improved."""
+    from rloo_pipeline.history import collect, show, verdict
+
+    layout = Layout(Path())
+    params = load_params(layout.params)
+    show(layout, params)
+    print(verdict(collect(layout, params)))
+
+
+@app.command()
+def estimators(iteration: Iteration) -> None:
+    """Compare all baselines on an iteration's stored completions, the variance of the gradient included."""
+    from rloo_pipeline.audit import estimators as report
+    from rloo_pipeline.chain import before
+    from rloo_pipeline.stages.context import make_context
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    layout = Layout(Path())
+    params = load_params(layout.params)
+    report.run(make_context(params, layout, iteration), params.advantages, before(params, iteration))
