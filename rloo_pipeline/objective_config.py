@@ -22,12 +22,17 @@ class AdvantagesConfig(Section):
     """Which completions are trained on, and with what weight."""
 
     baseline: BaselineName = Field(
-        default="leave_one_out", description="What is subtracted from a completion's reward."
+        default="leave_one_out",
+        description="What is subtracted from a completion's reward. group_standardized blows up any difference: with "
+        "the KL in the reward, a group of equal rewards is trained on the noise of its KL; then set kl_in: loss or "
+        "groups_without_signal: drop.",
     )
     normalize: bool = Field(
         default=False, description="Whether advantages are centred and divided by their deviation over the iteration."
     )
-    beta: float = Field(default=0.0, ge=0, description="Weight of the KL penalty, reward units per nat.")
+    beta: float = Field(
+        default=0.0, ge=0, description="Weight of the KL penalty, reward units per nat (see kl_normalization)."
+    )
     kl_in: Literal["reward", "loss"] = Field(
         default="reward", description="Where the KL penalty stands: taken off the reward, or a term of update's loss."
     )
@@ -40,11 +45,12 @@ class AdvantagesConfig(Section):
     target_kl: float | None = Field(
         default=None,
         gt=0,
-        description="Mean KL per completion that beta is adapted to from iteration to iteration, nats; beta is then "
-        "the first iteration's. null: beta stays.",
+        description="Mean KL per completion that beta is adapted to from iteration to iteration, in the unit of "
+        "kl_normalization: none, nats per completion; length, nats per token. beta is then the first iteration's. "
+        "null: beta stays.",
     )
     reward_clip_range: tuple[float, float] | None = Field(
-        default=None, description="Lowest and highest reward, the rest is clipped; null: no clipping."
+        default=None, description="Lowest and highest reward, the rest is clipped, before penalties; null: no clipping."
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         default="keep",
@@ -64,8 +70,8 @@ class AdvantagesConfig(Section):
     )
     groups_without_signal: Literal["keep", "drop", "resample"] = Field(
         default="keep",
-        description="Groups of equal rewards: keep; drop; resample: the first prompts_per_iteration groups with signal "
-        "are trained on, of the prompts that rollouts.oversample drew.",
+        description="Groups of equal rewards (less a penalty, before the KL): keep; drop; resample: the first "
+        "prompts_per_iteration groups with signal are trained on, of the prompts that rollouts.oversample drew.",
     )
 
     @field_validator("reward_clip_range")

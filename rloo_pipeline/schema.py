@@ -54,9 +54,9 @@ REWARD_SPECS: tuple[Spec, ...] = (
 ADVANTAGES = _schema(
     (
         *KEYS,
-        ("reward", pa.float64(), True, "reward, clipped if asked; null: invalid row"),
-        ("kl", pa.float64(), True, "KL estimate of the completion against the reference, nats"),
-        ("penalized_reward", pa.float64(), True, "reward - beta * kl"),
+        ("reward", pa.float64(), True, "reward, clipped if asked and nothing else; null: invalid row"),
+        ("kl", pa.float64(), True, "KL estimate of the completion against the reference, nats, by advantages.kl_*"),
+        ("penalized_reward", pa.float64(), True, "reward - penalty of a truncated completion, if asked - beta * kl"),
         ("baseline", pa.float64(), True, "what is subtracted from the penalized reward"),
         ("advantage", pa.float64(), False, "weight of the completion's log-prob in the loss; 0 if not trained"),
         ("in_baseline", pa.bool_(), False, "the row counts in its siblings' baseline"),

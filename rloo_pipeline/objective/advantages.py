@@ -1,5 +1,6 @@
 """From rewards and KL to the advantages of one iteration's completions."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,15 +22,20 @@ NOT_BEST = "not the best of its group"
 class Counts:
     """Rows and groups of one iteration by what became of them."""
 
-    rows: int
+    rows: int  # the sum of those trained on and of the next six, one for each exclusion reason
+    rows_trained: int
     rows_invalid: int
     rows_masked: int
-    rows_trained: int
+    rows_without_signal: int  # left out for it, so 0 where groups without signal are kept
+    rows_surplus: int
+    rows_without_sibling: int
+    rows_not_best: int
     groups: int
     groups_without_signal: int  # fewer than two distinct usable rewards before the KL; contains the next two
     groups_of_one_valid_row: int
     groups_without_valid_rows: int
     groups_trained: int
+    groups_surplus: int  # with signal, but resample had enough before them
     groups_short: int  # of those wanted by resample, how many could not be had
 
 
@@ -37,9 +43,9 @@ class Counts:
 class Advantages:
     """The columns of the advantages artifact, in the rows' own order; NaN where a value does not exist."""
 
-    reward_N: np.ndarray  # float64
+    reward_N: np.ndarray  # float64, clipped
     kl_N: np.ndarray  # float64, nats
-    penalized_reward_N: np.ndarray  # float64
+    penalized_reward_N: np.ndarray  # float64, reward less the penalty for its length and beta times the KL
     baseline_N: np.ndarray  # float64
     advantage_N: np.ndarray  # float64, 0 in rows that are not trained on
     in_baseline_N: np.ndarray  # bool
@@ -78,14 +84,23 @@ def compute(
     check_group_sizes(groups_N, names_G, completions_per_prompt)
     if normalize and baseline == "best_of_k":
         raise UserError("advantages.normalize makes every advantage of best_of_k 0; set it to false")
-    reward_N = _clipped(rewards_N, valid_N, reward_clip_range) - (0.0 if penalty_N is None else penalty_N)
-    penalized_N = _penalized(reward_N, kl_N, beta)
+    reward_N = _clipped(rewards_N, valid_N, reward_clip_range)
+    before_kl_N = reward_N if penalty_N is None else reward_N - penalty_N
+    penalized_N = _penalized(before_kl_N, kl_N, beta)
     _check_finite(reward_N, penalized_N, kl_N, groups_N, valid_N, names_G)
     usable_N = valid_N if masked_N is None else valid_N & ~masked_N
-    signal_G = informative(reward_N, groups_N, usable_N, len(names_G))
+    signal_G = informative(before_kl_N, groups_N, usable_N, len(names_G))
     selected_G = select_groups(signal_G, without_signal, groups_wanted)
     in_baseline_N = usable_N & selected_G[groups_N]
     estimate = BASELINES[baseline].estimate(penalized_N, groups_N, in_baseline_N, past_mean)
+    reason_N = _reasons(
+        (estimate.trained_N, None),
+        (~valid_N, INVALID),
+        (~usable_N, MASKED),
+        (~selected_G[groups_N] & ~signal_G[groups_N], NO_SIGNAL),
+        (~in_baseline_N, SURPLUS),
+        (in_baseline_N, NOT_BEST if baseline == "best_of_k" else NO_SIBLING),
+    )
     return Advantages(
         reward_N=reward_N,
         kl_N=np.full(len(reward_N), np.nan) if kl_N is None else np.asarray(kl_N, np.float64),
@@ -94,15 +109,8 @@ def compute(
         advantage_N=normalized(estimate) if normalize else estimate.advantage_N,
         in_baseline_N=in_baseline_N,
         trained_N=estimate.trained_N,
-        exclusion_reason_N=_reasons(
-            (estimate.trained_N, None),
-            (~valid_N, INVALID),
-            (~usable_N, MASKED),
-            (~selected_G[groups_N] & ~signal_G[groups_N], NO_SIGNAL),
-            (~in_baseline_N, SURPLUS),
-            (in_baseline_N, NOT_BEST if baseline == "best_of_k" else NO_SIBLING),
-        ),
-        counts=_count(groups_N, valid_N, usable_N, estimate.trained_N, signal_G, groups_wanted),
+        exclusion_reason_N=reason_N,
+        counts=_count(groups_N, usable_N, reason_N, signal_G, selected_G, groups_wanted),
     )
 
 
@@ -160,22 +168,28 @@ def _reasons(*cases: tuple[np.ndarray, str | None]) -> np.ndarray:
 
 def _count(
     groups_N: np.ndarray,
-    valid_N: np.ndarray,
     usable_N: np.ndarray,
-    trained_N: np.ndarray,
+    reason_N: np.ndarray,
     signal_G: np.ndarray,
+    selected_G: np.ndarray,
     groups_wanted: int | None,
 ) -> Counts:
     usable_G = np.bincount(groups_N[usable_N], minlength=len(signal_G))
+    rows = Counter(reason_N.tolist())
     return Counts(
         rows=len(groups_N),
-        rows_invalid=int((~valid_N).sum()),
-        rows_masked=int((valid_N & ~usable_N).sum()),
-        rows_trained=int(trained_N.sum()),
+        rows_trained=rows[None],
+        rows_invalid=rows[INVALID],
+        rows_masked=rows[MASKED],
+        rows_without_signal=rows[NO_SIGNAL],
+        rows_surplus=rows[SURPLUS],
+        rows_without_sibling=rows[NO_SIBLING],
+        rows_not_best=rows[NOT_BEST],
         groups=len(signal_G),
         groups_without_signal=int((~signal_G).sum()),
         groups_of_one_valid_row=int((usable_G == 1).sum()),
         groups_without_valid_rows=int((usable_G == 0).sum()),
-        groups_trained=len(np.unique(groups_N[trained_N])),
+        groups_trained=len(np.unique(groups_N[np.equal(reason_N, None)])),
+        groups_surplus=int((signal_G & ~selected_G).sum()),
         groups_short=0 if groups_wanted is None else max(0, groups_wanted - int(signal_G.sum())),
     )

@@ -132,9 +132,13 @@ def _penalty(table: pa.Table, truncated_N: np.ndarray, config: AdvantagesConfig)
     penalty_N = missing_eos_penalty(truncated_N, config.missing_eos_penalty or 0.0)
     if config.overlong_ramp is not None:
         begin, end = config.overlong_ramp
-        lengths_N = table["policy_logprobs"].combine_chunks().value_lengths().to_numpy()
-        penalty_N = penalty_N + soft_overlong_penalty(lengths_N, end, end - begin, config.overlong_penalty)
+        penalty_N = penalty_N + soft_overlong_penalty(_lengths(table), end, end - begin, config.overlong_penalty)
     return penalty_N
+
+
+def _lengths(table: pa.Table) -> np.ndarray:
+    """Tokens of each completion, int32 [N]."""
+    return np.asarray(table["policy_logprobs"].combine_chunks().value_lengths().to_numpy())
 
 
 def _table(table: pa.Table, computed: Advantages) -> pa.Table:
@@ -158,15 +162,10 @@ def _table(table: pa.Table, computed: Advantages) -> pa.Table:
 def describe(record: Record, table: pa.Table, computed: Advantages, config: AdvantagesConfig, state: State) -> None:
     """Raw reward and KL apart, advantages, and what became of rows and groups."""
     counts = computed.counts
-    valid_N, trained_N = ~np.isnan(computed.reward_N), computed.trained_N
-    if valid_N.any():
-        record.metrics |= {
-            "reward": float(computed.reward_N[valid_N].mean()),
-            "reward_std": float(computed.reward_N[valid_N].std(ddof=int(valid_N.sum() > 1))),
-            "penalized_reward": float(computed.penalized_reward_N[valid_N].mean()),
-        }
+    trained_N = computed.trained_N
+    record.metrics |= _of_rewards(table, computed, config)
     if not np.isnan(computed.kl_N).all():
-        record.metrics["kl"] = float(computed.kl_N.mean())
+        record.metrics |= _of_kl(table, computed.kl_N, config)
     if trained_N.any():
         record.metrics |= {
             "advantage_mean": float(computed.advantage_N[trained_N].mean()),
@@ -174,7 +173,10 @@ def describe(record: Record, table: pa.Table, computed: Advantages, config: Adva
         }
     record.metrics |= {key: float(value) for key, value in asdict(counts).items()}
     record.metrics["frac_reward_zero_std"] = counts.groups_without_signal / counts.groups
-    record.metrics |= _of_options(table, computed, config, state)
+    if config.target_kl is not None:
+        record.metrics["beta"] = state.beta
+    if config.baseline == "moving_average":
+        record.metrics["past_mean"] = state.past.mean
     if counts.groups_short:
         say(
             f"advantages {record.context.iteration}: {counts.groups_short} groups with signal are missing of those "
@@ -182,14 +184,27 @@ def describe(record: Record, table: pa.Table, computed: Advantages, config: Adva
         )
 
 
-def _of_options(table: pa.Table, computed: Advantages, config: AdvantagesConfig, state: State) -> dict[str, float]:
-    """Metrics that exist only under the settings that they tell of."""
-    metrics = {}
+def _of_rewards(table: pa.Table, computed: Advantages, config: AdvantagesConfig) -> dict[str, float]:
+    """Means over the valid rows: the reward as the rewards stage gave it, and what clip, penalty and KL made of it."""
+    valid_N = ~np.isnan(computed.reward_N)
+    if not valid_N.any():
+        return {}
+    raw = table["reward"].to_numpy()[valid_N].astype(np.float64)
+    metrics = {
+        "reward": float(raw.mean()),
+        "reward_std": float(raw.std(ddof=int(len(raw) > 1))),
+        "penalized_reward": float(computed.penalized_reward_N[valid_N].mean()),
+    }
+    if config.reward_clip_range is not None:
+        metrics["clipped_reward"] = float(computed.reward_N[valid_N].mean())
     penalty_N = _penalty(table, truncated(table), config)
-    if penalty_N is not None and not np.isnan(computed.reward_N).all():
-        metrics["truncation_penalty"] = float(penalty_N[~np.isnan(computed.reward_N)].mean())
-    if config.target_kl is not None:
-        metrics["beta"] = state.beta
-    if config.baseline == "moving_average":
-        metrics["past_mean"] = state.past.mean
+    if penalty_N is not None:
+        metrics["truncation_penalty"] = float(penalty_N[valid_N].mean())
     return metrics
+
+
+def _of_kl(table: pa.Table, kl_N: np.ndarray, config: AdvantagesConfig) -> dict[str, float]:
+    """The KL, nats: mean over completions of what the artifact says, and mean over all their tokens."""
+    lengths_N = _lengths(table)
+    sums_N = kl_N * lengths_N if config.kl_normalization == "length" else kl_N
+    return {"kl": float(kl_N.mean()), "kl_per_token": float(sums_N.sum() / max(lengths_N.sum(), 1))}

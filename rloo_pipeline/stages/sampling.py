@@ -14,6 +14,7 @@ from rloo_pipeline.data.filter import fits, prompt_limit
 from rloo_pipeline.data.template import render
 from rloo_pipeline.engines import Engine, Request, Sample
 from rloo_pipeline.engines.choose import choose_engine, open_engine
+from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import Policy
 from rloo_pipeline.policy.load import context_length, load_tokenizer
 from rloo_pipeline.progress import progress, say
@@ -143,7 +144,9 @@ class Sampler:
 def describe(record: Record, table: pa.Table, sampler: Sampler) -> None:
     """Put the counts and lengths of the completions into the metrics, the engine's settings into the provenance."""
     lengths = table["completion_token_ids"].combine_chunks().value_lengths().to_numpy()
-    texts = table.group_by(["prompt_id", "completion_text"]).aggregate([]).num_rows
+    # By ids, since other ids may decode to the same text.
+    rows = zip(table["prompt_id"].to_pylist(), rows_of(table, "completion_token_ids"), strict=True)
+    different = len({(prompt_id, ids.tobytes()) for prompt_id, ids in rows})
     record.metrics |= {
         "prompts": len(sampler.prompts),
         "prompts_filtered": len(sampler.prompts.filtered),
@@ -152,7 +155,7 @@ def describe(record: Record, table: pa.Table, sampler: Sampler) -> None:
         "completions/min_length": int(lengths.min()),
         "completions/max_length": int(lengths.max()),
         "completions/clipped_ratio": float((table["finish_reason"].to_numpy() == "length").mean()),
-        "completions/duplicate_ratio": 1 - texts / table.num_rows,
+        "completions/duplicate_ratio": 1 - different / table.num_rows,
     }
     record.timings["tokens"] = float(lengths.sum())
     if sampler.seconds:

@@ -162,9 +162,13 @@ def test_truncated_completions(lab: Lab) -> None:
     lab.run("0002", "advantages")
     kept_N = lab.table("advantages", "0002")["reward"].to_numpy()
     lab.run("0002", "advantages", advantages={"truncated": "penalize", "missing_eos_penalty": 0.75})
-    np.testing.assert_allclose(lab.table("advantages", "0002")["reward"].to_numpy(), kept_N - 0.75 * cut_N)
+    penalized = lab.table("advantages", "0002")
+    np.testing.assert_array_equal(penalized["reward"].to_numpy(), kept_N)
+    before_kl_N = penalized["penalized_reward"].to_numpy() + 0.05 * penalized["kl"].to_numpy()
+    np.testing.assert_allclose(before_kl_N, kept_N - 0.75 * cut_N, atol=1e-12)
     metrics = lab.metrics("advantages", "0002")
     assert metrics["truncation_penalty"] == pytest.approx(0.75 * cut_N.mean())
+    assert metrics["reward"] == lab.metrics("rewards", "0002")["reward"]
     lab.run("0002", "advantages", "update", advantages={"truncated": "mask"})
     table = lab.table("advantages", "0002")
     assert not table["in_baseline"].to_numpy()[cut_N].any()
@@ -219,6 +223,9 @@ def test_resample(lab: Lab) -> None:
     counted = lab.metrics("advantages", "0001")
     assert counted["groups"] == 8
     assert (counted["groups_trained"], counted["groups_short"]) == (2, 0)
+    assert counted["groups_surplus"] == len(with_signal) - 2
+    assert counted["rows_surplus"] == 4 * (len(with_signal) - 2)
+    assert counted["rows_without_signal"] == 4 * (8 - len(with_signal))
     assert counted["frac_reward_zero_std"] == 1 - len(with_signal) / 8
     # The denominator is that of the groups trained on.
     assert lab.metrics("update", "0001")["completions"] == 8

@@ -65,9 +65,10 @@ def test_group_size_shrunk_to_one_valid_row():
         advantages.NO_SIBLING, advantages.INVALID, None, None, advantages.INVALID, advantages.INVALID,
     ]  # fmt: skip
     assert result.counts == advantages.Counts(
-        rows=6, rows_invalid=3, rows_masked=0, rows_trained=2,
+        rows=6, rows_trained=2, rows_invalid=3, rows_masked=0, rows_without_signal=0, rows_surplus=0,
+        rows_without_sibling=1, rows_not_best=0,
         groups=3, groups_without_signal=2, groups_of_one_valid_row=1, groups_without_valid_rows=1, groups_trained=1,
-        groups_short=0,
+        groups_surplus=0, groups_short=0,
     )  # fmt: skip
 
 

@@ -54,8 +54,15 @@ def test_a_penalty_comes_after_the_clipping_and_before_the_kl():
     result = compute(
         [9, 0], [0, 0], kl=np.array([1.0, 0.0]), beta=0.5, reward_clip_range=(-1, 3), penalty_N=np.array([2.0, 0.0])
     )
-    np.testing.assert_array_equal(result.reward_N, [1, 0])
+    np.testing.assert_array_equal(result.reward_N, [3, 0])
     np.testing.assert_array_equal(result.penalized_reward_N, [0.5, 0])
+
+
+def test_a_penalty_gives_signal_to_a_group_of_equal_rewards():
+    penalty_N = np.array([0.5, 0.0, 0.0, 0.0])
+    result = compute([1, 1, 1, 1], [0, 0, 1, 1], penalty_N=penalty_N, without_signal="drop")
+    np.testing.assert_array_equal(result.advantage_N, [-0.5, 0.5, 0, 0])
+    assert result.counts.groups_without_signal == 1
 
 
 def test_select_groups():
@@ -88,12 +95,13 @@ def test_resample_trains_on_the_first_informative_groups_in_prompt_order():
     result = compute(**FLAT_THEN_THREE, without_signal="resample", groups_wanted=2)
     np.testing.assert_array_equal(result.trained_N, [0, 0, 1, 1, 1, 1, 0, 0])
     assert [*result.exclusion_reason_N[[0, 2, 6]]] == [advantages.NO_SIGNAL, None, advantages.SURPLUS]
-    assert (result.counts.groups_trained, result.counts.groups_short) == (2, 0)
+    assert (result.counts.groups_trained, result.counts.groups_surplus, result.counts.groups_short) == (2, 1, 0)
+    assert (result.counts.rows_trained, result.counts.rows_surplus, result.counts.rows_without_signal) == (4, 2, 2)
 
 
 def test_resample_reports_its_shortfall():
     result = compute(**FLAT_THEN_THREE, without_signal="resample", groups_wanted=5)
-    assert (result.counts.groups_trained, result.counts.groups_short) == (3, 2)
+    assert (result.counts.groups_trained, result.counts.groups_surplus, result.counts.groups_short) == (3, 0, 2)
 
 
 def test_filter_split_keeps_the_lone_winner_with_its_group():
@@ -107,6 +115,20 @@ def test_best_of_k_says_why_the_others_are_left_out():
     np.testing.assert_array_equal(result.advantage_N, [0, 1, 0])
     assert list(result.exclusion_reason_N) == [advantages.NOT_BEST, None, advantages.NOT_BEST]
     assert result.in_baseline_N.all()
+
+
+def test_every_row_is_counted_once_by_what_became_of_it():
+    """Groups, in order: two invalid and one alone; masked, invalid, masked; flat; trained on; surplus."""
+    rewards = [np.nan, np.nan, 1, 1, np.nan, 2, 3, 3, 3, 1, 2, 4, 5, 5, 6]
+    masked_N = np.isin(np.arange(15), [3, 5])
+    settings = {"groups": np.repeat(np.arange(5), 3), "valid": ~np.isnan(rewards), "k": 3, "masked_N": masked_N}
+    dropped = compute(rewards, **settings, without_signal="resample", groups_wanted=1).counts
+    assert (dropped.rows_invalid, dropped.rows_masked, dropped.rows_without_signal) == (3, 2, 4)
+    assert (dropped.rows_trained, dropped.rows_surplus, dropped.groups_surplus) == (3, 3, 1)
+    kept = compute(rewards, **settings).counts
+    assert (kept.rows_without_signal, kept.rows_without_sibling, kept.rows_trained) == (0, 1, 9)
+    best = compute(rewards, **settings, baseline="best_of_k").counts
+    assert (best.rows_not_best, best.rows_trained) == (6, 4)
 
 
 def test_normalize():

@@ -133,8 +133,9 @@ def test_the_engine_is_closed_when_a_shard_fails(tmp_path, policy):
 def test_metrics_by_hand(tmp_path, policy):
     sampler, _ = sample(tmp_path, policy)
     sampler.prompts = Prompts(["p0", "p1"], ["a", "b"], [[3], [4]], {"p2": "too long"})
+    # The texts of p1 are equal, its ids are not; those of p0 are equal to the end.
     rows = [("p0", "x", [5, 1], "stop"), ("p0", "x", [5, 1], "stop"), ("p1", "x", [5, 6, 7, 8, 9], "length"),
-            ("p1", "y", [6, 7, 1], "stop")]  # fmt: skip
+            ("p1", "x", [6, 7, 1], "stop")]  # fmt: skip
     table = pa.table(
         {
             "prompt_id": [row[0] for row in rows],

@@ -2,15 +2,19 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from rloo_pipeline.config import ExecutionConfig, IterationConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import Layout
 from rloo_pipeline.objective.baselines import RunningMean
 from rloo_pipeline.objective_config import AdvantagesConfig
-from rloo_pipeline.stages.advantages import estimate
+from rloo_pipeline.stages.advantages import describe, estimate
+from rloo_pipeline.stages.context import Context, Record
 from rloo_pipeline.stages.estimator_state import State
 
 # Prompt b was drawn before a; rows are in key order.
@@ -18,6 +22,7 @@ REWARDS = [1.0, 0.0, 2.0, 2.0, 4.0, 1.0]
 PROMPTS = ["a", "a", "b", "b", "c", "c"]
 POLICY = [[-1.0], [-1.0, -2.0], [-1.0, -1.0, -1.0], [-2.0], [-1.0, -1.0, -1.0, -1.0], [-3.0]]
 REFERENCE = [[-1.5], [-1.0, -1.0], [-1.0, -1.0, -1.0], [-2.0], [-1.25, -1.25, -1.25, -1.25], [-3.0]]
+LINK = IterationConfig(previous="0000", reference="0000")
 FINISH = ["stop", "length", "stop", "stop", "length", "stop"]
 
 
@@ -113,13 +118,79 @@ def test_masked_rows_leave_loss_and_baseline():
 
 def test_missing_eos_penalty():
     result = computed(truncated="penalize", missing_eos_penalty=0.5)
-    assert result.reward_N.tolist() == [1, -0.5, 2, 2, 3.5, 1]
+    assert result.reward_N.tolist() == REWARDS
+    assert result.penalized_reward_N.tolist() == [1, -0.5, 2, 2, 3.5, 1]
 
 
 def test_overlong_ramp():
     """Lengths 1, 2, 3, 1, 4, 1: nothing up to 1, all of 0.6 from 4 on."""
     result = computed(truncated="penalize", overlong_ramp=(1, 4), overlong_penalty=0.6, missing_eos_penalty=1.0)
-    assert result.reward_N == pytest.approx([1, 0 - 0.2 - 1, 2 - 0.4, 2, 4 - 0.6 - 1, 1])
+    assert result.penalized_reward_N == pytest.approx([1, 0 - 0.2 - 1, 2 - 0.4, 2, 4 - 0.6 - 1, 1])
+
+
+def metrics_of(table=None, state=None, facts=None, **settings):
+    config, state = AdvantagesConfig(**settings), state or State(RunningMean(), 0.0)
+    table = table or joined()
+    record = Record(Context(Layout(Path()), "0001", LINK, 0, ExecutionConfig()), "advantages", {}, {})
+    describe(record, table, computed(state, facts, table, **settings), config, state)
+    return record.metrics
+
+
+def test_metrics_by_hand():
+    """Rewards 1, 0, 2, 2, 4, 1; leave-one-out advantages 1, -1, 0, 0, 3, -3; KL 0.5, -1, 0, 0, 1, 0 over 12 tokens."""
+    metrics = metrics_of()
+    assert metrics["reward"] == pytest.approx(10 / 6)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt((26 - 100 / 6) / 5))
+    assert metrics["penalized_reward"] == pytest.approx(10 / 6)
+    assert (metrics["kl"], metrics["kl_per_token"]) == pytest.approx((0.5 / 6, 0.5 / 12))
+    assert (metrics["advantage_mean"], metrics["advantage_std"]) == pytest.approx((0.0, math.sqrt(20 / 6)))
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert (metrics["rows"], metrics["rows_trained"], metrics["groups_trained"]) == (6, 6, 3)
+    assert not {"clipped_reward", "truncation_penalty", "beta", "past_mean"} & set(metrics)
+
+
+def test_metrics_of_advantages_are_over_the_rows_trained_on():
+    """batch_mean of 1, 0, 4, 1: advantages -2/3, -2, 10/3, -2/3."""
+    metrics = metrics_of(groups_without_signal="drop", baseline="batch_mean")
+    values = np.array([-2 / 3, -2, 10 / 3, -2 / 3])
+    assert metrics["advantage_mean"] == pytest.approx(values.sum() / 4, abs=1e-12)
+    assert metrics["advantage_std"] == pytest.approx(math.sqrt((values**2).sum() / 4))
+    assert metrics["reward"] == pytest.approx(10 / 6)
+
+
+def test_the_raw_reward_stands_apart_from_clip_and_penalty():
+    metrics = metrics_of(reward_clip_range=(0.5, 2.0), truncated="penalize", missing_eos_penalty=0.25)
+    assert metrics["reward"] == pytest.approx(10 / 6)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt((26 - 100 / 6) / 5))
+    assert metrics["clipped_reward"] == pytest.approx((1 + 0.5 + 2 + 2 + 2 + 1) / 6)
+    assert metrics["truncation_penalty"] == pytest.approx(0.5 / 6)
+    assert metrics["penalized_reward"] == pytest.approx((8.5 - 0.5) / 6)
+
+
+def test_rows_without_reward_are_out_of_the_means():
+    metrics = metrics_of(joined([1.0, None, 2.0, 2.0, 4.0, None]), truncated="penalize", missing_eos_penalty=0.5)
+    assert metrics["reward"] == pytest.approx(9 / 4)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt((25 - 81 / 4) / 3))
+    assert metrics["truncation_penalty"] == pytest.approx(0.5 / 4)
+    assert (metrics["rows_invalid"], metrics["rows_without_sibling"], metrics["rows_trained"]) == (2, 2, 2)
+
+
+def test_kl_per_token_is_over_all_tokens_whatever_the_normalization():
+    metrics = metrics_of(kl_normalization="length")
+    assert metrics["kl"] == pytest.approx((0.5 - 0.5 + 0.25) / 6)
+    assert metrics["kl_per_token"] == pytest.approx(0.5 / 12)
+
+
+def test_surplus_groups_are_counted():
+    metrics = metrics_of(facts={"groups_wanted": 1}, groups_without_signal="resample")
+    assert (metrics["groups_trained"], metrics["groups_surplus"], metrics["groups_without_signal"]) == (1, 1, 1)
+    assert (metrics["rows_surplus"], metrics["rows_without_signal"], metrics["rows_trained"]) == (2, 2, 2)
+
+
+def test_state_is_in_the_metrics_where_it_is_used():
+    state = State(RunningMean(0.5, 7), 0.4)
+    metrics = metrics_of(state=state, baseline="moving_average", beta=0.3, target_kl=1.0)
+    assert (metrics["past_mean"], metrics["beta"]) == (0.5, 0.4)
 
 
 def test_drop():
