@@ -4,12 +4,13 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rloo_pipeline import outcome
 from rloo_pipeline.commands import audit, project
 from rloo_pipeline.config import Params, load_params
 from rloo_pipeline.errors import UserError
@@ -45,7 +46,8 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a log gets plain lines; libraries' bars would fill it
     try:
-        app()
+        with outcome.told():
+            app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -53,7 +55,8 @@ def main() -> None:
 
 @contextmanager
 def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
-    """What surrounds every stage: checked params, the project's lock, threads and the network as they should be."""
+    """What surrounds every stage: checked params, the locks, threads and the network as they should be."""
+    from rloo_pipeline import gpu
     from rloo_pipeline.process import die_with_dvc, exclusive
     from rloo_pipeline.sources import check_listed
 
@@ -65,7 +68,7 @@ def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
         os.environ["OMP_NUM_THREADS"] = str(params.execution.threads)
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    with exclusive(layout, name):
+    with exclusive(layout, name), gpu.exclusive(layout, name) if name.split()[0] in gpu.STAGES else nullcontext():
         yield layout, params
 
 

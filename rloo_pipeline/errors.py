@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+class Busy(UserError):
+    """Another process holds what this one needs; the same command can succeed later."""
