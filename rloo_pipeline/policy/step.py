@@ -35,8 +35,9 @@ class KlTerm:
 class Rows:
     """The completions trained on: token ids, the sampler's log-probs (nats) and advantages.
 
-    Where they are needed also: log-probs of the policy at the start and of the reference, and the weights of the
-    sampler correction, of tokens or of completions; those of completions are in advantages_N already.
+    Where they are needed also: log-probs of the policy before its first step (None until then: the model's own) and of
+    the reference, and the weights of the sampler correction, of tokens or of completions; those of completions are in
+    advantages_N already.
     """
 
     prompts_N: list[np.ndarray]
@@ -68,15 +69,39 @@ class Rows:
 
 @dataclass
 class Totals:
-    """Sums over all microbatches of the step."""
+    """Sums over all microbatches of the step, and what is known of each row."""
 
     loss: float
     entropy: float
     logprobs_N: list[np.ndarray]
     kl: float = 0.0  # the KL term over the denominator, before beta
-    ratios: int = 0  # how many importance ratios were compared with the clip's bounds
-    clipped_low: int = 0
-    clipped_high: int = 0
+    clip: "Clip | None" = None  # with several steps
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How many importance ratios of each row there are, and how many of them lost their gradient to the clip."""
+
+    ratios_N: np.ndarray  # int64: the row's tokens, or 1 for the whole completion
+    low_N: np.ndarray  # int64
+    high_N: np.ndarray  # int64
+
+    @classmethod
+    def of(cls, rows: "Rows", level: str) -> "Clip":
+        """Before anything was clipped."""
+        nothing_N = np.zeros(len(rows), np.int64)
+        return cls(rows.lengths_N if level == "token" else nothing_N + 1, nothing_N, nothing_N.copy())
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of the step's ratios, and the least and the greatest share of a completion's, named as in TRL."""
+        ratios, per_row_N = max(self.ratios_N.sum(), 1), np.maximum(self.ratios_N, 1)
+        return {
+            "clip_ratio/low_mean": float(self.low_N.sum() / ratios),
+            "clip_ratio/low_min": float((self.low_N / per_row_N).min()),
+            "clip_ratio/high_mean": float(self.high_N.sum() / ratios),
+            "clip_ratio/high_max": float((self.high_N / per_row_N).max()),
+            "clip_ratio/region_mean": float((self.low_N + self.high_N).sum() / ratios),
+        }
 
 
 def make_optimizer(parameters: dict[str, "torch.nn.Parameter"], config: UpdateConfig) -> "torch.optim.AdamW":
@@ -100,11 +125,13 @@ def accumulate(
 ) -> Totals:
     """Add the gradient of the step's loss into the parameters, microbatch by microbatch.
 
-    Each microbatch is divided by the step's own denominator, so the gradient does not depend on their size.
+    Each microbatch is divided by the step's own denominator, so the gradient does not depend on their size. With
+    several steps, rows without old_logprobs_N are of the policy that is in the model: every ratio is exactly 1.
     """
     import torch
 
-    totals = Totals(0.0, 0.0, [np.empty(0, np.float32)] * len(rows))
+    clip = Clip.of(rows, config.ratio_level) if config.several_steps else None
+    totals = Totals(0.0, 0.0, [np.empty(0, np.float32)] * len(rows), clip=clip)
     trained_N = np.ones(len(rows), bool)
     denominator = loss_denominator(config.loss_normalization, rows.lengths_N, trained_N, config.constant_length)
     with progress("update", len(rows), "completions") as done:
@@ -127,7 +154,7 @@ def accumulate(
 def _policy_loss(
     logprobs_BT: "torch.Tensor", batch: Batch, rows: Rows, denominator: float, config: UpdateConfig, totals: Totals
 ) -> "torch.Tensor":
-    """The microbatch's share of the loss without the KL; clipped only where there are log-probs of an older policy."""
+    """The microbatch's share of the loss without the KL; clipped only with several steps."""
     import torch
 
     from rloo_pipeline.objective.clipped_loss import sequence_clipped_loss, token_clipped_loss
@@ -136,19 +163,26 @@ def _policy_loss(
     mask_BT = batch.completion_mask_BT
     advantages_B = torch.tensor(rows.advantages_N[batch.rows_B], device=logprobs_BT.device)
     weights_BT = None if rows.token_weights_N is None else _padded(rows.token_weights_N, batch)
-    if rows.old_logprobs_N is None:
+    if totals.clip is None:
         return sequence_loss(logprobs_BT, mask_BT, advantages_B, denominator, weights_BT)
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    shared = (logprobs_BT, _padded(rows.old_logprobs_N, batch), mask_BT, advantages_B, denominator)
+    shared = (logprobs_BT, _old(logprobs_BT, batch, rows), mask_BT, advantages_B, denominator)
     if config.ratio_level == "sequence":
         clipped = sequence_clipped_loss(*shared, config.epsilon, high)
-        totals.ratios += len(batch.rows_B)
     else:
         clipped = token_clipped_loss(*shared, config.epsilon, high, weights_BT)
-        totals.ratios += int(mask_BT.sum())
-    totals.clipped_low += int(clipped.clipped_low.sum())
-    totals.clipped_high += int(clipped.clipped_high.sum())
+    totals.clip.low_N[batch.rows_B] = _by_row(clipped.clipped_low)
+    totals.clip.high_N[batch.rows_B] = _by_row(clipped.clipped_high)
     return clipped.loss
+
+
+def _old(logprobs_BT: "torch.Tensor", batch: Batch, rows: Rows) -> "torch.Tensor":
+    """Log-probs of the policy that the ratio is taken to, [B, T]; before the first step it is the model's own."""
+    return logprobs_BT.detach() if rows.old_logprobs_N is None else _padded(rows.old_logprobs_N, batch)
+
+
+def _by_row(clipped: "torch.Tensor") -> np.ndarray:
+    return np.asarray(clipped.reshape(len(clipped), -1).sum(-1).cpu().numpy())
 
 
 def _kl_loss(
@@ -160,7 +194,7 @@ def _kl_loss(
 
     assert rows.reference_logprobs_N is not None
     reference_BT = _padded(rows.reference_logprobs_N, batch)
-    old_BT = logprobs_BT.detach() if rows.old_logprobs_N is None else _padded(rows.old_logprobs_N, batch)
+    old_BT = _old(logprobs_BT, batch, rows)
     weights_B = None if rows.weights_N is None else torch.tensor(rows.weights_N[batch.rows_B], device=old_BT.device)
     mask_BT = batch.completion_mask_BT
     term = kl_loss(logprobs_BT, old_BT, reference_BT, mask_BT, denominator, kl.estimator, kl.normalization, weights_B)

@@ -57,6 +57,9 @@ def optimize(learner: Learner, rows: Rows, step: int, seed: int, iteration: str)
     steps: list[dict[str, float]] = []
     for chosen_M in _minibatches(len(rows), config, seed, iteration):
         part = rows.take(chosen_M)
+        if not steps:
+            # Still the policy that sampled: log-probs from a pass in other batches would differ by rounding alone.
+            part = replace(part, old_logprobs_N=None)
         learner.optimizer.zero_grad()
         totals = accumulate(learner.model, part, learner.temperature, config, learner.batch_tokens, learner.kl)
         metrics = metrics or check_gap(totals, part, config, iteration)
@@ -139,10 +142,7 @@ def _of_step(totals: Totals, rows: Rows, kl: KlTerm | None) -> dict[str, float]:
     metrics = {"loss": totals.loss, "entropy": totals.entropy / int(rows.lengths_N.sum())}
     if kl is not None:
         metrics |= {"kl_loss": totals.kl, "beta": kl.beta}
-    if totals.ratios:
-        low, high = totals.clipped_low / totals.ratios, totals.clipped_high / totals.ratios
-        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
-    return metrics
+    return metrics if totals.clip is None else metrics | totals.clip.metrics()
 
 
 def _summary(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from tests.tiny import make_model
 LENGTHS = ((3, 4), (9, 1), (1, 6), (5, 3), (7, 8), (2, 2))
 ADVANTAGES = np.array([1.0, -0.5, 0.25, -1.0, 0.75, -0.5])
 PLAIN = UpdateConfig(learning_rate=1e-3)
+REFERENCE = [np.full(length, -5.0, np.float32) for _, length in LENGTHS]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,6 +52,11 @@ def gradient(rows, config=PLAIN, kl=None, batch_tokens=1000):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), totals
 
 
+def apart_by(first, second):
+    """Largest difference, as a share of the largest value."""
+    return float((first - second).abs().max() / second.abs().max())
+
+
 def assert_same(first, second):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -75,8 +81,35 @@ def test_at_the_old_policy_the_clipped_gradient_is_the_plain_one(level, tokens):
     config = UpdateConfig(learning_rate=1e-3, epochs=2, ratio_level=level, epsilon=1e-3)
     clipped, totals = gradient(make_rows(old_logprobs_N=rows.sampler_logprobs_N), config, batch_tokens=tokens)
     torch.testing.assert_close(clipped, gradient(rows)[0], rtol=0, atol=2e-5)
-    assert totals.clipped_low == totals.clipped_high == 0
-    assert totals.ratios == (len(LENGTHS) if level == "sequence" else sum(length for _, length in LENGTHS))
+    assert not totals.clip.low_N.any()
+    assert not totals.clip.high_N.any()
+    assert totals.clip.ratios_N.tolist() == [1 if level == "sequence" else length for _, length in LENGTHS]
+
+
+def gradients_of_steps(rows, config, kl=None, seed=5):
+    """What the optimizer is given at each of the iteration's steps."""
+    model, taken = make_model(), []
+    optimizer = make_optimizer(dict(model.named_parameters()), config)
+    optimizer.register_step_pre_hook(
+        lambda *_: taken.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    )
+    optimize(Learner(model, optimizer, config, 1.0, 1000, kl), rows, 0, seed, "0001")
+    return taken
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+@pytest.mark.parametrize("kl", [None, KlTerm(0.3, "k3", "none")])
+def test_the_first_of_several_steps_has_ratio_one_exactly(level, kl):
+    """In the first pass's other batches log-probs are rounded otherwise; here the clip would show any of that.
+
+    With a completion a step, the first step's gradient is that of one completion, without any ratio.
+    """
+    config = UpdateConfig(learning_rate=1e-3, max_grad_norm=None, minibatches=6, ratio_level=level, epsilon=1e-9)
+    rows = make_rows(reference_logprobs_N=REFERENCE)
+    each = [gradient(rows.take(np.array([row])), kl=kl)[0] for row in range(len(rows))]
+    for seed in range(6):
+        first = gradients_of_steps(rows, config, kl, seed)[0]
+        assert min(apart_by(first, plain) for plain in each) < 1e-6
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
@@ -85,11 +118,10 @@ def test_clip_ratio_by_hand(level):
     old = make_rows(shift=-0.3).sampler_logprobs_N
     config = UpdateConfig(learning_rate=1e-3, epochs=2, ratio_level=level)
     _, totals = gradient(make_rows(old_logprobs_N=old), config)
-    positive = [length for (_, length), advantage in zip(LENGTHS, ADVANTAGES, strict=True) if advantage > 0]
-    assert totals.clipped_high == (len(positive) if level == "sequence" else sum(positive))
-    assert totals.clipped_low == 0
-    ratios = [np.exp(0.3 * length) if level == "sequence" else np.exp(0.3) for _, length in LENGTHS]
     counts = [1 if level == "sequence" else length for _, length in LENGTHS]
+    assert totals.clip.high_N.tolist() == list(np.where(ADVANTAGES > 0, counts, 0))
+    assert totals.clip.low_N.tolist() == [0] * 6
+    ratios = [np.exp(0.3 * length) if level == "sequence" else np.exp(0.3) for _, length in LENGTHS]
     terms = [
         count * (1.2 * advantage if advantage > 0 else ratio * advantage)
         for ratio, count, advantage in zip(ratios, counts, ADVANTAGES, strict=True)
@@ -203,9 +235,6 @@ def test_loss_normalization(settings, denominator, tokens):
     plain, plain_totals = gradient(make_rows())
     torch.testing.assert_close(got, plain * 6 / denominator, rtol=0, atol=1e-6)
     assert totals.loss == pytest.approx(plain_totals.loss * 6 / denominator, abs=1e-6)
-
-
-REFERENCE = [np.full(length, -5.0, np.float32) for _, length in LENGTHS]
 
 
 @pytest.mark.parametrize("tokens", [20, 1000])
