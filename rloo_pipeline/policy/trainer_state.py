@@ -1,6 +1,7 @@
 """State that crosses iterations: the optimizer's moments, counters and what advantages hand on, without pickle."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,3 +71,13 @@ def save(
     }
     save_file(moments, directory / MOMENTS)
     write_json(directory / STATE, {"step": step, **(carried or {})})
+
+
+def keep(previous: Path, directory: Path, carried: Mapping[str, Any] | None = None) -> int:
+    """Write what `save` would after no step: the same moments, if any, and count; returns the steps done so far."""
+    step = int(read_counters(previous)["step"])
+    directory.mkdir(parents=True, exist_ok=True)
+    if step:
+        shutil.copyfile(previous / MOMENTS, directory / MOMENTS)
+    write_json(directory / STATE, {"step": step, **(carried or {})})
+    return step

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from rloo_pipeline import fingerprint
 from rloo_pipeline.disk import check_space
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.manifest import checked_fingerprint, read_manifest, write_model_manifest
+from rloo_pipeline.objective.advantages import INVALID
 from rloo_pipeline.objective_config import UpdateConfig
 from rloo_pipeline.policy import trainer_state
 from rloo_pipeline.policy.batches import rows_of
@@ -19,6 +21,7 @@ from rloo_pipeline.policy.handle import Policy, open_policy
 from rloo_pipeline.policy.load import load_model
 from rloo_pipeline.policy.logprobs import check_head
 from rloo_pipeline.policy.step import KlTerm, Rows, make_optimizer
+from rloo_pipeline.progress import say
 from rloo_pipeline.shards import read_shards
 from rloo_pipeline.stages.advantages import check_made_from, join
 from rloo_pipeline.stages.context import Context, Record, start
@@ -29,7 +32,10 @@ if TYPE_CHECKING:
 
 
 def run(context: Context, config: UpdateConfig) -> None:
-    """Step on the trained rows, write policy and trainer state; raises UserError on rows of another policy."""
+    """Step on the trained rows, write policy and trainer state; raises UserError on rows of another policy.
+
+    Without any row to train on, the policy is written as it is, and no step counted.
+    """
     layout, iteration = context.layout, context.iteration
     policy = open_policy(layout.model(context.link.previous))
     check_space(layout, policy.model, 1)
@@ -51,24 +57,16 @@ def run(context: Context, config: UpdateConfig) -> None:
     record = start(context, "update", config, inputs)
 
     logprobs_table = None if kl is None else read_shards(layout.logprobs(iteration))
-    rows = trained_rows(
-        read_shards(layout.rollouts(iteration)), read_shards(layout.advantages(iteration)), logprobs_table
-    )
-    model = _trainable(policy, context.execution.gradient_checkpointing)
-    parameters = dict(model.named_parameters())
-    optimizer = make_optimizer(parameters, config)
-    step = trainer_state.restore(optimizer, parameters, state)
-    temperature, batch_tokens = rollouts["facts"]["temperature"], context.execution.update_microbatch_tokens
-    learner = Learner(model, optimizer, config, temperature, batch_tokens, kl)
-    started = time.monotonic()
-    record.metrics |= optimize(learner, rows, step, context.seed, iteration)
-    _describe(record, rows, time.monotonic() - started)
+    advantages_table = read_shards(layout.advantages(iteration))
+    rows = trained_rows(read_shards(layout.rollouts(iteration)), advantages_table, logprobs_table)
+    shutil.rmtree(record.work.parent, ignore_errors=True)
+    carried = advantages["facts"].get("carried")
+    if len(rows):
+        _learn(record, policy, rows, config, kl, rollouts["facts"]["temperature"], carried)
+    else:
+        _keep(record, policy, advantages_table, carried)
 
     work = record.work
-    shutil.rmtree(work.parent, ignore_errors=True)
-    _save_policy(model, policy, work / "model")
-    carried = advantages["facts"].get("carried")
-    trainer_state.save(optimizer, parameters, work / "trainer_state", int(record.metrics["step"]), carried)
     written = write_model_manifest(work / "model", trust_remote_code=policy.trust_remote_code)
     state_written = write_model_manifest(work / "trainer_state")
     outputs = {
@@ -76,6 +74,56 @@ def run(context: Context, config: UpdateConfig) -> None:
         work / "model": layout.model(iteration),
     }
     record.finish(outputs, fingerprint.of_json([written, state_written]))
+
+
+def _learn(
+    record: Record,
+    policy: Policy,
+    rows: Rows,
+    config: UpdateConfig,
+    kl: KlTerm | None,
+    temperature: float,
+    carried: Mapping[str, Any] | None,
+) -> None:
+    """Take the optimizer's steps and write model and trainer state into the work in progress."""
+    context = record.context
+    model = _trainable(policy, context.execution.gradient_checkpointing)
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(parameters, config)
+    step = trainer_state.restore(optimizer, parameters, context.layout.trainer_state(context.link.previous))
+    learner = Learner(model, optimizer, config, temperature, context.execution.update_microbatch_tokens, kl)
+    started = time.monotonic()
+    record.metrics |= optimize(learner, rows, step, context.seed, context.iteration)
+    _describe(record, rows, time.monotonic() - started)
+    _save_policy(model, policy, record.work / "model")
+    count = int(record.metrics["step"])
+    trainer_state.save(optimizer, parameters, record.work / "trainer_state", count, carried)
+
+
+def _keep(record: Record, policy: Policy, advantages: pa.Table, carried: Mapping[str, Any] | None) -> None:
+    """Write policy and moments as they are, with what advantages hand on; raises UserError if no reward is valid.
+
+    An iteration of groups without signal is no fault, and the next one draws other prompts; one without any valid
+    reward comes from a reward that is broken.
+    """
+    context = record.context
+    reasons = Counter(advantages["exclusion_reason"].to_pylist())
+    if set(reasons) == {INVALID}:
+        raise UserError(
+            f"no completion of iteration {context.iteration} has a valid reward, so there is nothing to train on; the "
+            "column reward_error of its rewards says why"
+        )
+    counts = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common())
+    say(
+        f"warning: update {context.iteration}: no completion is trained on ({counts}), so no optimizer step is taken "
+        f"and policy {context.iteration} is policy {context.link.previous} unchanged"
+    )
+    manifest = shutil.ignore_patterns(fingerprint.MANIFEST)
+    shutil.copytree(policy.model, record.work / "model", ignore=manifest, copy_function=shutil.copyfile)
+    previous = context.layout.trainer_state(context.link.previous)
+    step = trainer_state.keep(previous, record.work / "trainer_state", carried)
+    nothing = dict.fromkeys(("loss", "grad_norm", "completions", "completion_tokens"), 0.0)
+    record.metrics |= {**nothing, "step": step, "skipped": 1}
 
 
 def check_on_policy(sampled: str, updated: str, iteration: str, previous: str) -> None:
@@ -88,16 +136,11 @@ def check_on_policy(sampled: str, updated: str, iteration: str, previous: str) -
 
 
 def trained_rows(rollouts: pa.Table, advantages: pa.Table, logprobs: pa.Table | None = None) -> Rows:
-    """The rows that count in the loss, joined by key, with the reference's log-probs of `logprobs` if it is given.
-
-    Raises UserError if there is none.
-    """
+    """The rows that count in the loss, joined by key, with the reference's log-probs of `logprobs` if it is given."""
     table = join(rollouts, advantages)
     if logprobs is not None:
         table = join(table, logprobs)
     table = table.filter(table["trained"])
-    if table.num_rows == 0:
-        raise UserError("no completion is trained on; the column exclusion_reason of the advantages says why of each")
     return Rows(
         rows_of(table, "prompt_token_ids"),
         rows_of(table, "completion_token_ids"),
@@ -123,7 +166,7 @@ def _trainable(policy: Policy, checkpointing: bool) -> "PreTrainedModel":
 
 def _describe(record: Record, rows: Rows, seconds: float) -> None:
     tokens = int(rows.lengths_N.sum())
-    record.metrics |= {"completions": len(rows), "completion_tokens": tokens}
+    record.metrics |= {"completions": len(rows), "completion_tokens": tokens, "skipped": 0}
     record.timings["tokens"] = float(tokens + sum(len(row) for row in rows.prompts_N))
     record.timings["tokens_per_second"] = record.timings["tokens"] / seconds
 

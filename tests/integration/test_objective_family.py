@@ -32,6 +32,9 @@ def lab(sampled: Lab, tmp_path: Path) -> Lab:
     return Lab(tmp_path / "project")
 
 
+KEY_ORDER = [("prompt_id", "ascending"), ("sample_index", "ascending")]
+
+
 def apart(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
@@ -156,7 +159,7 @@ def test_kl_in_the_loss_refuses_other_log_probs(lab: Lab) -> None:
 
 
 def test_truncated_completions(lab: Lab) -> None:
-    reasons = lab.table("rollouts", "0002").sort_by([("prompt_id", "ascending"), ("sample_index", "ascending")])
+    reasons = lab.table("rollouts", "0002").sort_by(KEY_ORDER)
     cut_N = np.array(reasons["finish_reason"].to_pylist()) == "length"
     assert 0 < cut_N.sum() < 16
     lab.run("0002", "advantages")
@@ -176,6 +179,63 @@ def test_truncated_completions(lab: Lab) -> None:
     assert lab.metrics("update", "0002")["completions"] == table["trained"].to_numpy().sum() <= 16 - cut_N.sum()
     # The mean reward is that of all completions all the same.
     assert lab.metrics("advantages", "0002")["reward"] == pytest.approx(kept_N.mean())
+
+
+CONSTANT = "def score(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+
+
+def test_an_iteration_without_signal_does_not_stop_the_chain(lab: Lab) -> None:
+    reward = (lab.root / "reward.py").read_text()
+    before = lab.weights("0001"), lab.json("artifacts/policy/0001/trainer_state/manifest.json")
+    (lab.root / "reward.py").write_text(CONSTANT)
+    lab.run("0002", "rewards", "advantages", "update", advantages={"groups_without_signal": "drop"})
+    assert apart(lab.weights("0002"), before[0]) == 0
+    assert lab.json("artifacts/policy/0002/trainer_state/manifest.json") == before[1]
+    counted = lab.metrics("advantages", "0002")
+    assert (counted["rows_without_signal"], counted["rows_trained"], counted["groups_trained"]) == (16, 0, 0)
+    assert lab.metrics("update", "0002")["skipped"] == 1
+    # Sampling goes on from the policy that was kept, and so does the count of steps.
+    (lab.root / "reward.py").write_text(reward)
+    third = {"0003": {"previous": "0002", "reference": "0000"}}
+    lab.run("0003", *STAGES, iterations=third)
+    assert lab.state("0003")["step"] == 2
+    assert apart(lab.weights("0003"), before[0]) > 1e-5
+
+
+def test_truncated_denominator_lengths_are_reported_unmasked(lab: Lab) -> None:
+    lab.run("0002", "rollouts", "logprobs", "rewards", "advantages", "update", advantages={"truncated": "mask"})
+    table = lab.table("rollouts", "0002")
+    lengths_N = np.array([len(ids) for ids in table["completion_token_ids"].to_pylist()])
+    cut_N = np.array(table["finish_reason"].to_pylist()) == "length"
+    metrics = lab.metrics("rollouts", "0002")
+    assert 0 < cut_N.sum() < 16
+    assert metrics["completions/mean_length"] == pytest.approx(lengths_N.mean())
+    assert metrics["completions/max_length"] == lengths_N[cut_N].max()
+    assert metrics["completions/clipped_ratio"] == cut_N.mean()
+    # The loss has the tokens that are left.
+    trained_N = lab.table("advantages", "0002").sort_by(KEY_ORDER)["trained"].to_numpy()
+    lengths_N = np.array([len(ids) for ids in table.sort_by(KEY_ORDER)["completion_token_ids"].to_pylist()])
+    assert lab.metrics("update", "0002")["completion_tokens"] == lengths_N[trained_N].sum() < lengths_N.sum()
+
+
+@pytest.mark.parametrize(("estimator", "normalization"), [("k2", "none"), ("k3", "length"), ("abs", "length")])
+def test_kl_in_the_loss_by_other_estimators(lab: Lab, estimator: str, normalization: str) -> None:
+    settings = {"beta": 0.2, "kl_in": "loss", "kl_estimator": estimator, "kl_normalization": normalization}
+    lab.run("0002", "advantages", "update", advantages=settings)
+    function = {
+        "k2": lambda d: d**2 / 2,
+        "k3": lambda d: np.exp(-d) - 1 + d,
+        "abs": np.abs,
+    }[estimator]
+    each = [
+        function(np.subtract(row["policy_logprobs"], row["reference_logprobs"], dtype=np.float64))
+        for row in lab.table("logprobs", "0002").to_pylist()
+    ]
+    kl_N = np.array([row.mean() if normalization == "length" else row.sum() for row in each])
+    assert lab.metrics("update", "0002")["kl_loss"] == pytest.approx(kl_N.mean(), rel=1e-4)
+    metrics = lab.metrics("advantages", "0002")
+    assert metrics["kl"] == pytest.approx(kl_N.mean())
+    assert metrics["kl_per_token"] == pytest.approx(np.concatenate(each).mean())
 
 
 def test_several_steps(lab: Lab) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.objective import advantages
+from rloo_pipeline.objective.baselines import BASELINES
 from rloo_pipeline.objective.groups import select_groups
 from rloo_pipeline.objective.loss import sequence_loss
 from rloo_pipeline.objective.normalization import loss_denominator
@@ -35,8 +36,9 @@ def test_what_masking_leaves_decides_about_the_signal():
     assert compute([1, 0, 0], [0] * 3, k=3, masked_N=masked_N).counts.groups_without_signal == 1
 
 
-def test_everything_masked():
-    result = compute([1, 0], [0, 0], masked_N=np.array([True, True]))
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_everything_masked(baseline):
+    result = compute([1, 0], [0, 0], masked_N=np.array([True, True]), baseline=baseline)
     assert not result.trained_N.any()
     np.testing.assert_array_equal(result.advantage_N, 0)
 

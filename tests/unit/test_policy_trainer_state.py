@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from rloo_pipeline.config import UpdateConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.policy.step import make_optimizer
-from rloo_pipeline.policy.trainer_state import read_counters, restore, save, write_initial_state
+from rloo_pipeline.policy.trainer_state import MOMENTS, keep, read_counters, restore, save, write_initial_state
 
 CONFIG = UpdateConfig(learning_rate=1e-3)
 
@@ -35,6 +35,18 @@ def test_before_the_first_step(tmp_path):
     optimizer = make_optimizer(named, CONFIG)
     assert restore(optimizer, named, tmp_path) == 0
     assert not optimizer.state
+
+
+def test_kept_state_is_the_same_but_for_what_is_carried(saved, tmp_path):
+    assert keep(saved, tmp_path / "next", {"beta": 0.5}) == 1
+    assert (tmp_path / "next" / MOMENTS).read_bytes() == (saved / MOMENTS).read_bytes()
+    assert read_counters(tmp_path / "next") == {"step": 1, "beta": 0.5}
+
+
+def test_kept_state_before_the_first_step(tmp_path):
+    write_initial_state(tmp_path / "0")
+    assert keep(tmp_path / "0", tmp_path / "1") == 0
+    assert [path.name for path in (tmp_path / "1").iterdir()] == ["state.json"]
 
 
 def test_moments_are_those_of_adam(saved):

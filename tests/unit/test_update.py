@@ -51,6 +51,18 @@ def sequence_logprob(model, prompt, completion):
     return distribution.log_prob(torch.tensor(np.asarray(completion))).sum()
 
 
+def mean_entropy(model, rows):
+    """By torch's own distribution, over all tokens sampled, nats."""
+    with torch.no_grad():
+        entropies = [
+            torch.distributions.Categorical(
+                logits=model(input_ids=torch.tensor([[*p, *c]])).logits[0, len(p) - 1 : -1] / TEMPERATURE
+            ).entropy()
+            for p, c in zip(rows.prompts_N, rows.completions_N, strict=True)
+        ]
+    return torch.cat(entropies).mean().item()
+
+
 def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -269,7 +281,7 @@ def rollouts_table(completions, prompts=None, sampled=None, fingerprint="f"):
     )
 
 
-def advantages_table(advantages, trained=None):
+def advantages_table(advantages, trained=None, reasons=None):
     count = len(advantages)
     return pa.table(
         {
@@ -280,7 +292,7 @@ def advantages_table(advantages, trained=None):
             "advantage": advantages,
             "in_baseline": [True] * count,
             "trained": trained or [True] * count,
-            "exclusion_reason": [None] * count,
+            "exclusion_reason": reasons or [None] * count,
         },
         schema=ADVANTAGES,
     )
@@ -295,9 +307,8 @@ def test_rows_are_joined_by_key_and_the_untrained_left_out():
     assert [len(values) for values in rows.sampler_logprobs_N] == [1, 2, 3]
 
 
-def test_no_trained_row_is_refused():
-    with pytest.raises(UserError, match="no completion is trained on"):
-        trained_rows(rollouts_table([[1], [2]]), advantages_table([0.0, 0.0], [False, False]))
+def test_no_trained_row_gives_no_rows():
+    assert len(trained_rows(rollouts_table([[1], [2]]), advantages_table([0.0, 0.0], [False, False]))) == 0
 
 
 def test_retokenize():
@@ -337,11 +348,14 @@ def write_rollouts(layout, table, fingerprint):
     write_shards_manifest(layout.rollouts("0001"), entries, facts)
 
 
-def write_advantages(layout, values):
-    facts = {"rollouts_fingerprint": read_manifest(layout.rollouts("0001"))["fingerprint"]}
+def write_advantages(layout, values, reasons=None, **facts):
+    facts |= {"rollouts_fingerprint": read_manifest(layout.rollouts("0001"))["fingerprint"]}
+    trained = None if reasons is None else [reason is None for reason in reasons]
     for path in layout.advantages("0001").glob("*"):
         path.unlink()
-    entries = write_shards(layout.advantages("0001"), 1, lambda _: advantages_table(values), ADVANTAGES)
+    entries = write_shards(
+        layout.advantages("0001"), 1, lambda _: advantages_table(values, trained, reasons), ADVANTAGES
+    )
     write_shards_manifest(layout.advantages("0001"), entries, facts)
 
 
@@ -371,7 +385,8 @@ def test_the_stage_reports_the_step(project, by_hand):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["learning_rate"] == 1e-3
     assert (metrics["step"], metrics["completions"], metrics["completion_tokens"]) == (1, 6, 24)
-    assert 0 < metrics["entropy"] < math.log(258)
+    assert metrics["entropy"] == pytest.approx(mean_entropy(make_model().double(), make_rows()), rel=1e-5)
+    assert metrics["skipped"] == 0
     assert metrics["sampler_gap/token_max"] < 1e-4
 
 
@@ -391,6 +406,31 @@ def test_the_stage_refuses_a_broken_advantage_and_publishes_nothing(project):
         update(project)
     assert not project.policy("0001").exists()
     assert not project.metrics("update", "0001").exists()
+
+
+MASKED, FLAT, INVALID = "truncated at max_tokens", "group without signal", "no valid reward"
+
+
+def test_without_a_row_to_train_on_the_policy_is_written_as_it_is(project, capsys):
+    write_advantages(project, [0.0] * 6, [FLAT, FLAT, MASKED, INVALID, FLAT, FLAT], carried={"beta": 0.25})
+    update(project)
+    assert read_manifest(project.model("0001")) == read_manifest(project.model("0000"))
+    assert of_model(project.model("0001")) == of_model(project.model("0000"))
+    assert trainer_state.read_counters(project.trainer_state("0001")) == {"step": 0, "beta": 0.25}
+    metrics = json.loads(project.metrics("update", "0001").read_text())
+    assert metrics == {
+        "loss": 0, "grad_norm": 0, "completions": 0, "completion_tokens": 0, "step": 0, "skipped": 1,
+    }  # fmt: skip
+    told = capsys.readouterr().err
+    assert f"warning: update 0001: no completion is trained on (4: {FLAT}; 1: {MASKED}; 1: {INVALID})" in told
+    assert "policy 0001 is policy 0000 unchanged" in told
+
+
+def test_without_any_valid_reward_the_stage_stops(project):
+    write_advantages(project, [0.0] * 6, [INVALID] * 6)
+    with pytest.raises(UserError, match=r"no completion of iteration 0001 has a valid reward.*reward_error"):
+        update(project)
+    assert not project.policy("0001").exists()
 
 
 def test_bfloat16_passes_keep_float32_master_weights_and_gradients(by_hand):
