@@ -1,6 +1,10 @@
-"""Whether a run fits on the disk."""
+"""Whether a run fits on the disk, and what is told when the disk refuses."""
 
+import errno
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rloo_pipeline.errors import UserError
@@ -8,7 +12,50 @@ from rloo_pipeline.layout import Layout
 from rloo_pipeline.progress import say
 
 BYTES_PER_PARAMETER = 12  # float32 weights and AdamW's two float32 moments
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+ROOM = "make room (`rloo prune`, `dvc gc`)"
+REFUSALS = {
+    errno.ENOSPC: ("the disk is full", ROOM),
+    errno.EDQUOT: ("your quota of the disk is used up", ROOM),
+    errno.EROFS: ("the file system is read-only", "mount it for writing, or work in a copy of the project"),
+    errno.EACCES: ("permission denied", "give yourself the right to read and write there"),
+    errno.EPERM: ("not permitted", "look at the owner and the attributes of the file"),
+    errno.EXDEV: ("artifacts/ and .rloo/ are on two file systems", "put them on one: artifacts are renamed into place"),
+    errno.EIO: ("the disk fails (input/output error)", "look at the system's log"),
+}
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def refusals_told(path: Path) -> Iterator[None]:
+    """Turn a refusal of the disk (full, read-only, no permission) into a UserError with the file and the remedy.
+
+    path: what is being written, for errors that do not name their file.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _number(error)
+        if number is None or number not in REFUSALS:
+            raise
+        where = Path(getattr(error, "filename", None) or path)
+        what, remedy = REFUSALS[number]
+        free = f" ({_free(where) / MIB:.1f} MiB free)" if number in FULL else ""
+        raise UserError(f"{where}: {what}{free}; {remedy}, then run the command again") from error
+
+
+def _number(error: Exception) -> int | None:
+    """The system's number of an error; safetensors puts it into its text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(found[1]) if found else None
+
+
+def _free(path: Path) -> int:
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 def parameters(model: Path) -> int:

@@ -1,5 +1,7 @@
 """Sharded Parquet: every shard written whole, read in order, checked against its fingerprint; resumable."""
 
+import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rloo_pipeline import fingerprint
+from rloo_pipeline.disk import refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
-from rloo_pipeline.manifest import read_manifest
+from rloo_pipeline.manifest import RESTORE, read_manifest
 from rloo_pipeline.progress import say
 from rloo_pipeline.schema import SCHEMA_VERSION
 
@@ -25,29 +28,50 @@ def shard_name(index: int) -> str:
 def write_table(path: Path, table: pa.Table) -> str:
     """Write one Parquet file atomically with its content's fingerprint in its metadata, which is returned."""
     content = fingerprint.of_table(table)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    metadata = {**(table.schema.metadata or {}), _FINGERPRINT: content.encode()}
     try:
-        pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
+        encoded = _encoded(table, content)
     except pa.ArrowNotImplementedError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: a column has a type that Parquet cannot hold ({error}); change or drop it") from error
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with refusals_told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(encoded)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     return content
 
 
-def read_table(path: Path) -> tuple[pa.Table, str]:
-    """Read one Parquet file and its fingerprint; raises UserError if it is missing, broken or altered."""
+def _encoded(table: pa.Table, content: str) -> pa.Buffer:
+    metadata = {**(table.schema.metadata or {}), _FINGERPRINT: content.encode()}
+    sink = pa.BufferOutputStream()
+    # In one chunk, so that equal tables give equal bytes.
+    pq.write_table(table.replace_schema_metadata(metadata).combine_chunks(), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def read_table(path: Path, sha256: str | None = None) -> tuple[pa.Table, str]:
+    """Read one Parquet file and its fingerprint; raises UserError if it is missing, broken or altered.
+
+    sha256: that of the file's bytes, where it is recorded.
+    """
     try:
-        table = pq.read_table(path, partitioning=None)
+        data = path.read_bytes()
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; run the stage that makes it") from error
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not readable as Parquet ({error}); remove it and run the stage again") from error
-    content = fingerprint.of_table(table)
-    if (table.schema.metadata or {}).get(_FINGERPRINT, b"").decode() != content:
-        raise UserError(f"{path}: its content is not what was written; remove it and run the stage again")
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f"{path}: its bytes are not those that were written; {RESTORE}")
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+        content = fingerprint.of_table(table)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable as Parquet ({error}); {RESTORE}") from error
+    if (table.schema.metadata or {}).get(_FINGERPRINT) != content.encode():
+        raise UserError(f"{path}: its content is not what was written; {RESTORE}")
     return table, content
 
 
@@ -59,7 +83,7 @@ def write_shards(work: Path, count: int, make: Callable[[int], pa.Table], schema
     entries = []
     for index in range(count):
         path = work / shard_name(index)
-        entry = _finished(path)
+        entry = _finished(path, schema)
         if entry is None:
             table = make(index).cast(schema)
             entry = (path.name, table.num_rows, write_table(path, table))
@@ -69,7 +93,8 @@ def write_shards(work: Path, count: int, make: Callable[[int], pa.Table], schema
     return entries
 
 
-def _finished(path: Path) -> Entry | None:
+def _finished(path: Path, schema: pa.Schema) -> Entry | None:
+    """The entry of a shard that is there already, if it is to the byte what would be written; None otherwise."""
     if not path.exists():
         return None
     try:
@@ -77,11 +102,17 @@ def _finished(path: Path) -> Entry | None:
     except UserError as error:
         say(f"left over from an interrupted run, made again: {error}")
         return None
+    if table.schema.names != schema.names or path.read_bytes() != _encoded(table.cast(schema), content):
+        say(f"{path.name} is left over from an interrupted run and not as it was written: made again")
+        return None
     return path.name, table.num_rows, content
 
 
 def write_shards_manifest(work: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> str:
-    """Write the manifest beside the shards: what they hold, nothing of when or where; returns its fingerprint."""
+    """Write the manifest beside the shards: what they hold, nothing of when or where; returns its fingerprint.
+
+    The fingerprint is of the rows and facts; the hashes of the files beside it find a damage that no row shows.
+    """
     shards = [{"file": file, "rows": rows, "fingerprint": content} for file, rows, content in entries]
     whole = fingerprint.of_json({"shards": shards, "facts": dict(facts)})
     write_json(
@@ -90,6 +121,7 @@ def write_shards_manifest(work: Path, entries: Sequence[Entry], facts: Mapping[s
             "schema_version": SCHEMA_VERSION,
             "rows": sum(rows for _, rows, _ in entries),
             "shards": shards,
+            "files": {file: fingerprint.of_file(work / file) for file, _, _ in entries},
             "facts": dict(facts),
             "fingerprint": whole,
         },
@@ -97,16 +129,21 @@ def write_shards_manifest(work: Path, entries: Sequence[Entry], facts: Mapping[s
     return whole
 
 
+def read_shard(directory: Path, manifest: Mapping[str, Any], index: int) -> pa.Table:
+    """The shard at `index` of an artifact; raises UserError if it is not what the artifact's manifest says."""
+    entry = manifest["shards"][index]
+    path = directory / entry["file"]
+    table, content = read_table(path, manifest.get("files", {}).get(entry["file"]))
+    if content != entry["fingerprint"]:
+        raise UserError(f"{path}: its content is not what {directory / fingerprint.MANIFEST} says; {RESTORE}")
+    return table
+
+
 def read_shards(directory: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """All rows of an artifact in order, each shard checked against the manifest; raises UserError if one differs."""
     manifest = read_manifest(directory)
     tables = []
-    for entry in manifest["shards"]:
-        table, content = read_table(directory / entry["file"])
-        if content != entry["fingerprint"]:
-            raise UserError(
-                f"{directory / entry['file']}: its content is not what {directory / fingerprint.MANIFEST} says; "
-                "restore it with `dvc checkout` or run the stage again"
-            )
-        tables.append(table.replace_schema_metadata(None).select(list(columns) if columns else table.column_names))
+    for index in range(len(manifest["shards"])):
+        table = read_shard(directory, manifest, index).replace_schema_metadata(None)
+        tables.append(table.select(list(columns) if columns else table.column_names))
     return pa.concat_tables(tables)

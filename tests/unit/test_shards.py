@@ -1,5 +1,7 @@
 """Sharded Parquet: resumed, checked, and read in order."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,7 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.shards import read_shards, read_table, shard_name, write_shards, write_shards_manifest, write_table
+from rloo_pipeline.manifest import read_manifest
+from rloo_pipeline.shards import (
+    read_shard,
+    read_shards,
+    read_table,
+    shard_name,
+    write_shards,
+    write_shards_manifest,
+    write_table,
+)
 
 SCHEMA = pa.schema([pa.field("n", pa.int32(), False), pa.field("text", pa.string())])
 
@@ -90,7 +101,7 @@ def test_flipped_byte(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     write_table(path, pa.table({"text": ["the quick brown fox"]}))
     flip_byte(path, b"quick")
-    with pytest.raises(UserError, match=r"t\.parquet: .*; remove it and run the stage again"):
+    with pytest.raises(UserError, match=r"t\.parquet: .*; restore it with `dvc checkout` or run"):
         read_table(path)
 
 
@@ -103,7 +114,80 @@ def test_damaged_artifact(artifact: Path, damage: object) -> None:
 
 def test_a_shard_of_another_artifact(artifact: Path) -> None:
     (artifact / shard_name(0)).write_bytes((artifact / shard_name(2)).read_bytes())
+    with pytest.raises(UserError, match=r"shard-00000\.parquet: its bytes are not those"):
+        read_shards(artifact)
+
+
+def test_a_shard_of_another_artifact_under_its_own_hash(artifact: Path) -> None:
+    (artifact / shard_name(0)).write_bytes((artifact / shard_name(2)).read_bytes())
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    manifest["files"][shard_name(0)] = manifest["files"][shard_name(2)]
+    (artifact / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"shard-00000\.parquet: its content is not what .*manifest\.json says"):
+        read_shards(artifact)
+
+
+def damaged(content: bytes) -> Iterator[bytes]:
+    """A bit of every fifth byte flipped, each of the eight in turn; the file cut at every fiftieth length."""
+    for index in range(0, len(content), 5):
+        yield content[:index] + bytes([content[index] ^ 1 << index % 8]) + content[index + 1 :]
+    for length in range(0, len(content), 50):
+        yield content[:length]
+
+
+def test_no_damage_goes_unnoticed(artifact: Path) -> None:
+    """A flip in the footer changes no row, but the file is not what was written all the same."""
+    path, manifest = artifact / shard_name(1), read_manifest(artifact)
+    for content in damaged(path.read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"shard-00001\.parquet"):
+            read_shard(artifact, manifest, 1)
+
+
+def test_without_the_hash_of_the_bytes_no_damage_changes_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_table(path, part(1))
+    whole, _ = read_table(path)
+    for content in damaged(path.read_bytes()):
+        path.write_bytes(content)
+        try:
+            assert read_table(path)[0].to_pydict() == whole.to_pydict()
+        except UserError:
+            continue
+
+
+def test_resume_makes_a_shard_again_whose_damage_changes_no_row(tmp_path: Path) -> None:
+    [entry] = write_shards(tmp_path, 1, part, SCHEMA)
+    path = tmp_path / shard_name(0)
+    whole = path.read_bytes()
+    flip_byte(path, b"parquet-cpp")  # the name of the program that wrote it
+    read_table(path)
+    make = Maker()
+    assert write_shards(tmp_path, 1, make, SCHEMA) == [entry]
+    assert make.made == [0]
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not readable as JSON"),
+        ("[]", "not a JSON object"),
+        ("\udcff", "not readable as JSON"),
+        ('{"schema_version": 99}', "schema version 99, this package reads"),
+        ('{"schema_version": 1}', "changed after it was written"),
+    ],
+)
+def test_unusable_manifests(artifact: Path, text: str, told: str) -> None:
+    (artifact / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=rf"manifest\.json: {told}"):
+        read_shards(artifact)
+
+
+def test_an_edited_fact_is_refused(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    path.write_text(path.read_text().replace('"fact": 1', '"fact": 2'))
+    with pytest.raises(UserError, match=r"manifest\.json: changed after it was written"):
         read_shards(artifact)
 
 
