@@ -164,7 +164,7 @@ def compare_values(left: Any, right: Any) -> list[Change]:
             changes.append(Change(name, "left", ours[name], None))
         elif name not in ours:
             changes.append(Change(name, "right", None, theirs[name]))
-        elif ours[name] != theirs[name]:
+        elif ours[name] != theirs[name] or isinstance(ours[name], bool) != isinstance(theirs[name], bool):
             changes.append(Change(name, "both", ours[name], theirs[name]))
     return changes
 
