@@ -1,5 +1,6 @@
 """All baselines side by side on the stored completions of one iteration, for every K up to the one at hand."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import pyarrow as pa
 
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
+from rloo_pipeline.guard import check_on_policy
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.advantages import Advantages
 from rloo_pipeline.objective.baselines import BASELINES, RunningMean
-from rloo_pipeline.objective.gradient_variance import gradient_moments, subsample
+from rloo_pipeline.objective.gradient_variance import GradientMoments, gradient_moments, relative_variance, subsample
 from rloo_pipeline.objective_config import AdvantagesConfig
 from rloo_pipeline.policy.batches import collate, rows_of
 from rloo_pipeline.policy.handle import Policy, open_policy
@@ -26,7 +28,6 @@ from rloo_pipeline.shards import read_shards
 from rloo_pipeline.stages.advantages import estimate, join, scored, scored_fingerprints
 from rloo_pipeline.stages.context import Context
 from rloo_pipeline.stages.estimator_state import State
-from rloo_pipeline.stages.update import check_on_policy
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
 
 BUCKETS = 2**14  # an inner product is off by 1.1% of the norms (one standard deviation)
 SUBSETS = 32  # random choices of K completions a group that a figure is averaged over
+SINGLE = 4 * float(np.finfo(np.float32).eps)  # stored rewards are rounded: a smaller share of them has no sign
+OUTSIDE = (
+    "The gradient compared is that of one on-policy step, divided by the number of completions: it knows nothing of "
+    "update.loss_normalization, sampler_correction, the KL in the loss, clipping over several steps, "
+    "advantages.normalize, max_grad_norm and the optimizer. Groups are taken as independent draws, though batch_mean "
+    "and global_standardized couple them through the mean and deviation of the batch."
+)
 Row = dict[str, Any]
 
 
@@ -70,13 +78,19 @@ def run(context: Context, config: AdvantagesConfig, earlier: Sequence[str]) -> N
     tokens = join(
         stored.table.select(["iteration", "prompt_id", "sample_index"]), read_shards(layout.rollouts(iteration))
     )
+    started = time.monotonic()
     gram_NN = gram_matrix(policy, tokens, rollouts["facts"]["temperature"], seed % 2**31, BUCKETS)
+    seconds = time.monotonic() - started
     rows = compare(stored, gram_NN, config, seed % 2**31)
     path = layout.report("estimators", iteration, "json")
     write_json(path, {"iteration": iteration, "backward_passes": len(gram_NN), "buckets": BUCKETS, "estimators": rows})
     plot(rows, path.with_suffix(".png"))
     show(rows, f"Estimators on iteration {iteration}: {len(stored.names_G)} prompts")
-    say(f"{path} and {path.with_suffix('.png').name} written; {len(gram_NN)} backward passes, one a completion")
+    say(OUTSIDE)
+    say(
+        f"{path} and {path.with_suffix('.png').name} written; {len(gram_NN)} backward passes, one a completion, "
+        f"in {seconds:.0f} s"
+    )
 
 
 def past_rewards(layout: Layout, earlier: Sequence[str]) -> RunningMean:
@@ -131,27 +145,41 @@ def _gradients(
         yield torch.autograd.grad(logprob, parameters, allow_unused=True, materialize_grads=True)
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What one choice of completions adds to a baseline's figures; ratios are taken over all choices at once."""
+
+    trained: int  # rows
+    advantage: float  # over trained rows
+    squares: float  # of the trained rows' advantages about their mean
+    groups: int
+    zero_groups: int
+    compared: int  # rows of which leave-one-out has a sign
+    agreeing: int
+    moments: GradientMoments
+
+
 def compare(stored: Scored, gram_NN: np.ndarray, config: AdvantagesConfig, seed: int) -> list[Row]:
     """A row of figures for each K from 2 to the one at hand and each baseline, by the other settings of `config`.
 
-    Figures are means over SUBSETS random choices of K completions a group; at the whole K there is just one choice.
+    Figures are over SUBSETS random choices of K completions a group; at the whole K there is just one choice.
     """
     rows = []
     whole = stored.facts["completions_per_prompt"]
     for completions in range(2, whole + 1):
         seeds = range(seed, seed + (SUBSETS if completions < whole else 1))
         chosen = [subsample(stored.groups_N, completions, each) for each in seeds]
-        figures = [_figures(stored, gram_NN, config, rows_M, completions) for rows_M in chosen]
+        sums = [_sums(stored, gram_NN, config, rows_M, completions) for rows_M in chosen]
         for name in BASELINES:
-            means = {key: float(np.mean([figure[name][key] for figure in figures])) for key in figures[0][name]}
-            rows.append({"completions_per_prompt": completions, "baseline": name, "subsets": len(chosen), **means})
+            figures = figures_of([each[name] for each in sums])
+            rows.append({"completions_per_prompt": completions, "baseline": name, "subsets": len(chosen), **figures})
     return rows
 
 
-def _figures(
+def _sums(
     stored: Scored, gram_NN: np.ndarray, config: AdvantagesConfig, rows_M: np.ndarray, completions: int
-) -> dict[str, dict[str, float]]:
-    """The figures of each baseline on these rows."""
+) -> dict[str, Sums]:
+    """Of each baseline on these rows."""
     table = stored.table.take(pa.array(rows_M))
     facts = {**stored.facts, "completions_per_prompt": completions}
     groups_M, gram_MM = stored.groups_N[rows_M], gram_NN[np.ix_(rows_M, rows_M)]
@@ -165,25 +193,49 @@ def _figures(
         )
         for name in BASELINES
     }
-    usual_M = found["leave_one_out"].advantage_N
-    return {name: _of_one(computed, usual_M, groups_M, gram_MM) for name, computed in found.items()}
+    sign_M = _signs(found["leave_one_out"])
+    return {name: _sums_of_one(computed, sign_M, groups_M, gram_MM) for name, computed in found.items()}
 
 
-def _of_one(computed: Advantages, usual_M: np.ndarray, groups_M: np.ndarray, gram_MM: np.ndarray) -> dict[str, float]:
+def _signs(computed: Advantages) -> np.ndarray:
+    """Sign of each advantage, 0 where it is no more than the rounding of the rewards."""
+    rewards = computed.penalized_reward_N[computed.trained_N]
+    smallest = SINGLE * float(np.abs(rewards).max(initial=0.0))
+    return np.where(np.abs(computed.advantage_N) > smallest, np.sign(computed.advantage_N), 0.0)
+
+
+def _sums_of_one(computed: Advantages, sign_M: np.ndarray, groups_M: np.ndarray, gram_MM: np.ndarray) -> Sums:
     trained_M, advantage_M = computed.trained_N, computed.advantage_N
-    trained = advantage_M[trained_M] if trained_M.any() else np.zeros(1)
-    compared_M = usual_M != 0
-    agreeing = np.sign(advantage_M[compared_M]) == np.sign(usual_M[compared_M])
-    moments = gradient_moments(gram_MM, advantage_M, trained_M, groups_M)
+    trained, groups = advantage_M[trained_M], len(np.unique(groups_M))
+    return Sums(
+        trained=len(trained),
+        advantage=float(trained.sum()),
+        squares=float(trained.var() * len(trained)) if len(trained) else 0.0,
+        groups=groups,
+        zero_groups=groups - len(np.unique(groups_M[advantage_M != 0])),
+        compared=int((sign_M != 0).sum()),
+        agreeing=int(((sign_M != 0) & (np.sign(advantage_M) == sign_M)).sum()),
+        moments=gradient_moments(gram_MM, advantage_M, trained_M, groups_M),
+    )
+
+
+def figures_of(sums: Sequence[Sums]) -> dict[str, float | None]:
+    """One baseline's figures over all choices: each a ratio of sums, None where nothing was trained on or compared."""
+    steps = [each.moments for each in sums if each.trained]  # without trained rows there is no gradient to speak of
+    trained = sum(each.trained for each in sums)
     return {
-        "advantage_mean": float(trained.mean()),
-        "advantage_variance": float(trained.var()),
-        "zero_groups": 1 - len(np.unique(groups_M[advantage_M != 0])) / len(np.unique(groups_M)),
-        "sign_agreement": float(agreeing.mean()) if compared_M.any() else 1.0,
-        "gradient_squared_norm": moments.squared_norm,
-        "gradient_variance": moments.variance,
-        "relative_variance": moments.variance / moments.squared_norm if moments.squared_norm > 0 else 0.0,
+        "advantage_mean": _ratio(sum(each.advantage for each in sums), trained),
+        "advantage_variance": _ratio(sum(each.squares for each in sums), trained),
+        "zero_groups": _ratio(sum(each.zero_groups for each in sums), sum(each.groups for each in sums)),
+        "sign_agreement": _ratio(sum(each.agreeing for each in sums), sum(each.compared for each in sums)),
+        "gradient_squared_norm": _ratio(sum(each.squared_norm for each in steps), len(steps)),
+        "gradient_variance": _ratio(sum(each.variance for each in steps), len(steps)),
+        "relative_variance": relative_variance(steps),
     }
+
+
+def _ratio(of: float, over: int) -> float | None:
+    return of / over if over else None
 
 
 def show(rows: Sequence[Row], title: str) -> None:
@@ -192,21 +244,21 @@ def show(rows: Sequence[Row], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE)
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
     columns = {
         "advantage_mean": ("A mean", ".3f"),
         "advantage_variance": ("A var", ".3g"),
         "zero_groups": ("zero", ".0%"),
         "sign_agreement": ("sign", ".0%"),
         "gradient_variance": ("grad var", ".3g"),
-        "relative_variance": ("/ |G|²", ".3f"),
+        "relative_variance": ("/ |E G|²", ".3g"),
     }
-    table.add_column("K", justify="right")
+    table.add_column("K", justify="right", no_wrap=True)
     table.add_column("baseline", no_wrap=True)
     for heading, _ in columns.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        figures = [format(row[key], form) for key, (_, form) in columns.items()]
+        figures = ["-" if row[key] is None else format(row[key], form) for key, (_, form) in columns.items()]
         table.add_row(str(row["completions_per_prompt"]), row["baseline"], *figures)
     Console().print(table)
 
@@ -218,12 +270,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = (
         ("gradient_variance", "gradient variance", "log"),
-        ("relative_variance", "gradient variance / |G|²", "linear"),
+        ("relative_variance", "gradient variance / |E G|²", "log"),
     )
     for axes, (key, label, scale) in zip(figure.subplots(1, 2), panels, strict=True):
         for name in BASELINES:
             mine = [row for row in rows if row["baseline"] == name]
-            axes.plot([row["completions_per_prompt"] for row in mine], [row[key] for row in mine], "o-", label=name)
+            values = np.array([row[key] for row in mine], np.float64)  # None becomes NaN, a gap
+            axes.plot([row["completions_per_prompt"] for row in mine], values, "o-", label=name)
         axes.set(xlabel="K, completions per prompt", ylabel=label, yscale=scale)
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize="small")

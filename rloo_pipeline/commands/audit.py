@@ -26,7 +26,15 @@ def table() -> None:
 
 @app.command()
 def estimators(iteration: Iteration) -> None:
-    """Compare all baselines on an iteration's stored completions, the variance of the gradient included."""
+    """Compare all baselines on an iteration's stored completions, the variance of the gradient included.
+
+    Costs one backward pass for each completion. The gradient is that of one
+    on-policy step, divided by the number of completions: without
+    loss_normalization, sampler correction, KL in the loss, clipping over
+    several steps, normalized advantages, max_grad_norm and the optimizer.
+    Groups count as independent, also where batch_mean and global_standardized
+    couple them. A dash stands where nothing can be compared.
+    """
     from rloo_pipeline.audit import estimators as report
     from rloo_pipeline.chain import before
     from rloo_pipeline.stages.context import make_context

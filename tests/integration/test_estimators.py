@@ -1,17 +1,19 @@
 """`rloo estimators`: all baselines on the stored completions, against exact gradients of the tiny model."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
 
 from rloo_pipeline.audit import estimators
+from rloo_pipeline.commands.audit import app
 from rloo_pipeline.config import parse_params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.objective.baselines import BASELINES, RunningMean
+from rloo_pipeline.objective.gradient_variance import GradientMoments, subsample
 from rloo_pipeline.objective_config import AdvantagesConfig
 from rloo_pipeline.policy.handle import open_policy
 from rloo_pipeline.stages.advantages import scored
@@ -22,6 +24,15 @@ from tests.lab import sampled_lab
 from tests.project import PARAMS
 
 CONFIG = AdvantagesConfig(beta=0.05)
+FIGURES = {
+    "advantage_mean",
+    "advantage_variance",
+    "zero_groups",
+    "sign_agreement",
+    "gradient_squared_norm",
+    "gradient_variance",
+    "relative_variance",
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,28 +112,140 @@ def test_every_baseline_for_every_k(lab, exact_ND):
     assert [row["sign_agreement"] for row in best] == pytest.approx([1 / 2, 1 / 3, 1 / 4], abs=0.05)
 
 
+def rewarded(lab, rewards):
+    """The stored completions with other rewards, in key order, and without KL."""
+    given = stored(lab)
+    at = given.table.column_names.index("reward")
+    table = given.table.set_column(at, "reward", [np.array(rewards, np.float32)])
+    return replace(given, table=table, state=State(RunningMean(), 0.0))
+
+
+def of(rows, completions, baseline):
+    return next(r for r in rows if (r["completions_per_prompt"], r["baseline"]) == (completions, baseline))
+
+
 def test_zero_groups(lab):
-    flat = stored(lab)
-    first = flat.names_G[0]
-    rewards = [0.5 if row["prompt_id"] == first else row["reward"] for row in flat.table.to_pylist()]
-    at = flat.table.column_names.index("reward")
-    table = flat.table.set_column(at, "reward", [np.array(rewards, np.float32)])
-    rows = estimators.compare(
-        estimators.Scored(table, flat.names_G, flat.facts, State(RunningMean(), 0.0)), np.eye(16), AdvantagesConfig(), 0
-    )
+    rewards = [0.5] * 4 + [*stored(lab).table["reward"].to_pylist()][4:]
+    rows = estimators.compare(rewarded(lab, rewards), np.eye(16), AdvantagesConfig(), 0)
     whole = {row["baseline"]: row for row in rows if row["completions_per_prompt"] == 4}
     assert whole["leave_one_out"]["zero_groups"] == whole["group_standardized"]["zero_groups"] == 0.25
     assert whole["none"]["zero_groups"] == whole["best_of_k"]["zero_groups"] == 0
 
 
+def test_relative_variance_is_a_ratio_of_means_over_the_subsets(lab, exact_ND):
+    """One success in each of four groups of 4: half of the pairs are flat, and some subsets have no gradient at all."""
+    rewards_N, groups_N = np.tile([0.0, 0, 0, 1], 4), np.repeat(np.arange(4), 4)
+    drifting_ND = exact_ND / np.linalg.norm(exact_ND, axis=1, keepdims=True)
+    drifting_ND[:, 0] += rewards_N  # so that all groups pull one way
+    found = of(
+        estimators.compare(rewarded(lab, rewards_N), drifting_ND @ drifting_ND.T, AdvantagesConfig(), 5),
+        2,
+        "leave_one_out",
+    )
+    squared, variances = [], []
+    for seed in range(5, 5 + estimators.SUBSETS):
+        parts_GD = []
+        for first, second in subsample(groups_N, 2, seed).reshape(4, 2):
+            difference = rewards_N[first] - rewards_N[second]
+            parts_GD.append(difference * (drifting_ND[first] - drifting_ND[second]) / 8)
+        squared.append((np.sum(parts_GD, 0) ** 2).sum())
+        variances.append(4 * np.var(parts_GD, 0, ddof=1).sum())
+    assert min(squared) == 0
+    assert found["gradient_variance"] == pytest.approx(np.mean(variances))
+    assert found["gradient_squared_norm"] == pytest.approx(np.mean(squared))
+    assert found["relative_variance"] == pytest.approx(np.mean(variances) / (np.mean(squared) - np.mean(variances)))
+    assert found["sign_agreement"] == 1
+
+
+def sums(**changes):
+    alike = {"trained": 2, "advantage": 0.0, "squares": 0.0, "groups": 4, "zero_groups": 4, "compared": 0}
+    return estimators.Sums(**{**alike, "agreeing": 0, "moments": GradientMoments(0, 0), **changes})
+
+
+def test_choices_without_signal_have_no_sign_and_dilute_no_ratio():
+    """A flat choice beside one with 3 of 4 signs alike and variance 2 of |G|^2 8: 3/4, not 7/8; 1 / (4 - 1)."""
+    other = sums(trained=6, advantage=2.0, squares=12.0, zero_groups=1, compared=4, agreeing=3)
+    found = estimators.figures_of([sums(), replace(other, moments=GradientMoments(8, 2))])
+    assert found == pytest.approx(
+        {
+            "advantage_mean": 2 / 8,
+            "advantage_variance": 12 / 8,
+            "zero_groups": 5 / 8,
+            "sign_agreement": 3 / 4,
+            "gradient_squared_norm": 4,
+            "gradient_variance": 1,
+            "relative_variance": 1 / 3,
+        }
+    )
+
+
+def test_choices_that_train_on_nothing_have_no_gradient():
+    """Of two choices of which one keeps no group, the other alone gives the gradient's figures."""
+    nothing = sums(trained=0)
+    found = estimators.figures_of([nothing, sums(moments=GradientMoments(8, 2))])
+    assert (found["gradient_squared_norm"], found["gradient_variance"]) == (8, 2)
+    assert estimators.figures_of([nothing]) == dict.fromkeys(FIGURES) | {"zero_groups": 1}
+
+
+def test_flat_rewards_compare_nothing(lab):
+    rows = estimators.compare(rewarded(lab, np.ones(16)), np.eye(16), AdvantagesConfig(), 0)
+    for row in (of(rows, k, name) for k in (2, 4) for name in ("leave_one_out", "group_standardized")):
+        assert (row["sign_agreement"], row["relative_variance"]) == (None, None)
+        assert (row["gradient_variance"], row["zero_groups"], row["advantage_variance"]) == (0, 1, 0)
+    assert of(rows, 4, "none")["advantage_mean"] == 1
+
+
+def test_signs_of_rounding_are_not_compared(lab):
+    """The middle of 0.1, 0.2, 0.3 is the mean of the others but for its rounding to 32 bits."""
+    rows = estimators.compare(rewarded(lab, [0.1, 0.2, 0.3, 0.2] * 4), np.eye(16), AdvantagesConfig(), 0)
+    # All rewards are positive; of the signs of leave-one-out, -, 0, + and 0, only one of two compared is.
+    assert of(rows, 4, "none")["sign_agreement"] == 0.5
+
+
 def test_the_command_writes_table_json_and_plot(lab, rloo):
     done = rloo(lab, "estimators", "0002")
-    assert (done.code, "16 backward passes, one a completion" in done.stderr) == (0, True)
-    report = json.loads((lab.root / "reports" / "estimators" / "0002.json").read_text())
+    assert (done.code, "16 backward passes, one a completion, in " in done.stderr) == (0, True)
+    report = lab.json("reports/estimators/0002.json")
+    assert report.keys() == {"iteration", "backward_passes", "buckets", "estimators"}
     assert len(report["estimators"]) == 3 * 8
+    for row in report["estimators"]:
+        assert row.keys() == FIGURES | {"completions_per_prompt", "baseline", "subsets"}
     assert report["backward_passes"] == 16
     assert report["buckets"] >= 8192
     assert (lab.root / "reports" / "estimators" / "0002.png").read_bytes()[:4] == b"\x89PNG"
+
+
+IGNORED = ("loss_normalization", "sampler", "KL in the loss", "clipping over several steps", "max_grad_norm")
+
+
+def test_help_and_note_say_what_the_comparison_ignores(lab, rloo):
+    flat = " ".join(CliRunner().invoke(app, ["estimators", "--help"]).stdout.replace("│", " ").split())
+    note = " ".join(rloo(lab, "estimators", "0002").stderr.split())
+    for text in (flat, note):
+        for name in (*IGNORED, "batch_mean", "global_standardized"):
+            assert name in text
+
+
+def test_the_printed_table(capsys):
+    """Every column is there at 80 characters a line, with a dash for what does not exist."""
+    row = {"completions_per_prompt": 12, "baseline": "global_standardized", "subsets": 32} | dict.fromkeys(FIGURES)
+    known = {"zero_groups": 0.25, "sign_agreement": 0.5, "advantage_mean": -0.125, "advantage_variance": 0.0625}
+    known |= {"gradient_variance": 1234567.0, "relative_variance": 2345678.0}
+    estimators.show([row, row | known], "Title")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["K", "baseline", "A", "mean", "A", "var", "zero", "sign", "grad", "var", "/", "|E", "G|²"] in lines
+    assert ["12", "global_standardized", *["-"] * 6] in lines
+    assert ["12", "global_standardized", "-0.125", "0.0625", "25%", "50%", "1.23e+06", "2.35e+06"] in lines
+
+
+def test_the_plot_leaves_gaps(tmp_path):
+    rows = [
+        {"completions_per_prompt": k, "baseline": name, "gradient_variance": 1.0, "relative_variance": None}
+        for k in (2, 3)
+        for name in BASELINES
+    ]
+    estimators.plot(rows, tmp_path / "new" / "plot.png")
+    assert (tmp_path / "new" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_rollouts_of_another_policy_are_refused(lab):
