@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rloo_pipeline.layout import Layout
-from rloo_pipeline.process import hold
+from rloo_pipeline.process import SECONDS_TO_DIE, hold
 
 STAGES = ("rollouts", "logprobs", "rewards", "update", "evaluate")
 
@@ -32,5 +32,5 @@ def exclusive(layout: Layout, what: str) -> Iterator[None]:
     with ExitStack() as stack:
         for device in devices():
             path = folder / f"gpu-{socket.gethostname()}-{device.replace('/', '_')}.lock"
-            stack.enter_context(hold(path, holder, f"on GPU {device} of this machine"))
+            stack.enter_context(hold(path, holder, f"on GPU {device} of this machine", SECONDS_TO_DIE))
         yield

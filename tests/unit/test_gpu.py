@@ -12,6 +12,7 @@ from rloo_pipeline.layout import Layout
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(gpu, "SECONDS_TO_DIE", 0.0)
 
 
 @pytest.mark.parametrize(

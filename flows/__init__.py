@@ -1,0 +1,1 @@
+"""Prefect flows: the stages chained, scheduled, observed. No algorithm here."""

@@ -1,0 +1,35 @@
+"""The stages of a run in order: each evaluation right after its iteration, so that the curve grows during the run."""
+
+from pathlib import Path
+
+from flows import dvc
+from rloo_pipeline.config import Params
+
+ITERATION = ("rollouts", "logprobs", "rewards", "advantages", "update", "evaluate")
+LAST = "history"
+
+
+def opening(params: Params) -> list[str]:
+    """The DVC stages before the first iteration."""
+    return [*(f"sources@{name}" for name in params.sources), "prepare", "evaluate_initial"]
+
+
+def of_iteration(iteration: str) -> list[str]:
+    """The DVC stages of one iteration, and the history that then has one row more."""
+    return [*(f"{stage}@{iteration}" for stage in ITERATION), LAST]
+
+
+def to_run(root: Path, params: Params, *, allow_missing: bool = False) -> tuple[list[str], list[str]]:
+    """The opening stages if one of them is changed, and the iterations from the first that has something to run.
+
+    What is left out is unchanged, so a long chain is not looked through stage by stage; of what is left in, DVC decides
+    on each stage again.
+    """
+    changed = dvc.changed(root, allow_missing=allow_missing)
+    first, iterations = opening(params), sorted(params.iterations)
+    if changed & set(first):
+        return first, iterations
+    for place, iteration in enumerate(iterations):
+        if changed & {f"{stage}@{iteration}" for stage in ITERATION}:
+            return [], iterations[place:]
+    return [], []

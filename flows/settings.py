@@ -1,0 +1,90 @@
+"""What a flow run changes in params.yaml before it starts: single values, and the length of the chain."""
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rloo_pipeline.chain import set_length
+from rloo_pipeline.config import Params, load_params, parse_params
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.fingerprint import MANIFEST
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.process import exclusive
+
+
+def change(layout: Layout, overrides: Mapping[str, Any], iterations: int | None, extend_by: int) -> Params:
+    """Write overrides and chain length into params.yaml, comments kept; returns the params as they are then.
+
+    overrides: values by dotted path, as in advantages.beta or rewards.0.weight. iterations: how many the chain shall
+    have. extend_by: how many to add, but only to a finished chain: one that is not finished is finished first, so that
+    a run that was cut short can be started again as it was. Raises UserError, before anything is written, if the
+    result is not valid, and Busy if a stage runs in the project.
+    """
+    if iterations is not None and extend_by:
+        raise UserError("iterations and extend_by are both given; give one")
+    with exclusive(layout, "the flow"):
+        params = override(layout.params, overrides) if overrides else load_params(layout.params)
+        if extend_by and _finished(layout, params):
+            iterations = len(params.iterations) + extend_by
+        if iterations is not None and iterations != len(params.iterations):
+            params = set_length(layout.params, iterations)
+    return params
+
+
+def override(path: Path, overrides: Mapping[str, Any]) -> Params:
+    """Set values in params.yaml by dotted path, comments kept; raises UserError, nothing written, if one is wrong."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.util import load_yaml_guess_indent
+
+    text = path.read_text(encoding="utf-8")
+    _, mapping, offset = load_yaml_guess_indent(text)
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    yaml.indent(mapping=mapping or 2, sequence=(offset or 0) + 2, offset=offset or 0)
+    document = yaml.load(text)
+    for dotted, value in overrides.items():
+        _set(document, dotted.split("."), value, f"{path}: {dotted}")
+    edited = StringIO()
+    yaml.dump(document, edited)
+    params = parse_params(YAML(typ="safe").load(edited.getvalue()), path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(edited.getvalue(), encoding="utf-8")
+    temporary.replace(path)
+    return params
+
+
+def _set(node: Any, keys: list[str], value: Any, where: str) -> None:
+    """Set one value; a mapping that is not there yet is made, a list must have the place."""
+    for key in keys[:-1]:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else node[_index(node, key, where)]
+    if isinstance(node, dict):
+        node[keys[-1]] = value
+    else:
+        node[_index(node, keys[-1], where)] = value
+
+
+def _index(node: Any, key: str, where: str) -> int:
+    if not isinstance(node, list):
+        raise UserError(f"{where}: there is no section or list before {key}")
+    if not key.isdecimal() or int(key) >= len(node):
+        raise UserError(f"{where}: {key} is no place in a list of {len(node)}; places are counted from 0")
+    return int(key)
+
+
+def _finished(layout: Layout, params: Params) -> bool:
+    return not params.iterations or (layout.model(max(params.iterations)) / MANIFEST).exists()
+
+
+def parse(assignments: Sequence[str]) -> dict[str, Any]:
+    """Values by dotted path from words such as advantages.beta=0.1; the value is YAML. Raises UserError."""
+    from ruamel.yaml import YAML
+
+    found = {}
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals:
+            raise UserError(f"{assignment}: give a path and a value, as in advantages.beta=0.1")
+        found[path] = YAML(typ="safe").load(value)
+    return found
