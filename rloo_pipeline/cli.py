@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rloo_pipeline import outcome
-from rloo_pipeline.commands import audit, project
+from rloo_pipeline.commands import audit, project, tracking
 from rloo_pipeline.config import Params, load_params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL, Layout
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(audit.app)
 app.add_typer(project.app)
+app.add_typer(tracking.app)
 Iteration = Annotated[str, typer.Argument(help="Four-digit id of the iteration, as in 0001.")]
 
 ENVIRONMENT = {
@@ -73,10 +74,15 @@ def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
 
 
 def _run(stage: str, iteration: str) -> None:
+    from rloo_pipeline import system
     from rloo_pipeline.stages import dispatch
+    from rloo_pipeline.tracking import AFTER, after_stage
 
     with _stage(f"{stage} {iteration}", offline=stage not in dispatch.ONLINE) as (layout, params):
-        dispatch.run(stage, layout, params, iteration)
+        with system.watched(layout.timings(stage, iteration)):
+            dispatch.run(stage, layout, params, iteration)
+        if params.execution.tracking and stage in AFTER:
+            after_stage(layout, params)
 
 
 @app.command()

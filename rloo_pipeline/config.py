@@ -199,6 +199,7 @@ class ExecutionConfig(Section):
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1, description="Share of the GPU for vLLM.")
     cpu_kv_cache_gib: int = Field(default=1, ge=1, description="KV cache of vLLM on a CPU, GiB.")
+    tracking: bool = Field(default=True, description="Whether update and evaluate log the project to MLflow.")
 
 
 class Params(Section):

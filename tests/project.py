@@ -47,7 +47,7 @@ PARAMS: dict[str, Any] = {
     "advantages": {"beta": 0.05},
     "update": {"learning_rate": 1e-3},
     "evaluate": {"engine": "transformers", "samples_per_prompt": 2, "max_tokens": 6, "pass_threshold": 0.2},
-    "execution": {"threads": 1},
+    "execution": {"threads": 1, "tracking": False},
 }
 
 

@@ -1,0 +1,86 @@
+"""MLflow shows what the files say: `track` makes a run equal to them, as often as it is called."""
+
+from dataclasses import dataclass
+
+from rloo_pipeline.config import Params
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.progress import say
+from rloo_pipeline.tracking.book import Run, lock_outputs, present, read_lock, read_runs, write_runs, writing
+from rloo_pipeline.tracking.files import read_contents
+from rloo_pipeline.tracking.store import address, connected
+
+AFTER = ("update", "evaluate")  # the stages that end an iteration
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What a call of `track` did."""
+
+    run_id: str
+    new_run: bool
+    new_points: int
+    not_finite: tuple[str, ...]
+
+
+def track(layout: Layout, params: Params, *, copy_models: bool = False, stage_ends: bool = False) -> Tracked:
+    """Make the project's MLflow run equal to its files; raises whatever MLflow raises if it cannot be reached.
+
+    stage_ends: whether dvc.lock lacks the stage that is just ending, so that its hash says nothing yet.
+    """
+    from rloo_pipeline.tracking.projection import create_run, fill, find_run
+
+    with writing(layout), connected(layout) as store:
+        contents, runs, lock = read_contents(layout, params), read_runs(layout), read_lock(layout)
+        found = find_run(store, runs, contents)
+        new_run = found is None
+        run, stored, held = found or create_run(store, layout)
+        if new_run:
+            runs.append(run)
+            write_runs(layout, runs)  # before anything can fail: the next call goes on with this run
+        run.add(present(layout, None if stage_ends else lock))
+        points = fill(store, layout, (run, stored, held), contents, lock_outputs(lock), copy=copy_models)
+        write_runs(layout, [*(other for other in runs if other is not run), run])
+    return Tracked(run.run_id, new_run, points, contents.not_finite)
+
+
+def after_stage(layout: Layout, params: Params) -> None:
+    """Track at the end of a stage; whatever goes wrong is told in one line and is made up for by `rloo track`."""
+    try:
+        done = track(layout, params, stage_ends=True)
+    except Exception as error:  # the stage is done and its artifacts stand: nothing here may make it fail
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        say(f"mlflow: {address()} took nothing ({reason[:300]}); `rloo track` makes up for it")
+        return
+    for text in done.not_finite:
+        say(f"mlflow: not a finite number, so told in the tag rloo.not_finite alone: {text}")
+
+
+def track_now(layout: Layout, params: Params, *, copy_models: bool) -> Tracked:
+    """Track when a person asks for it; raises UserError if the store cannot be reached."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        return track(layout, params, copy_models=copy_models)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise UserError(f"mlflow at {address()}: {error}; see MLFLOW_TRACKING_URI") from error
+
+
+def _current(layout: Layout) -> Run | None:
+    runs = [run for run in read_runs(layout) if run.store == address()]
+    return runs[-1] if runs else None
+
+
+def run_id(layout: Layout) -> str | None:
+    """The id of the project's MLflow run, None before anything was tracked."""
+    run = _current(layout)
+    return run.run_id if run else None
+
+
+def run_url(layout: Layout) -> str | None:
+    """Where a browser finds the run; None without a server: `mlflow ui` then shows the project's database."""
+    run = _current(layout)
+    if run is None or not run.store.startswith("http"):
+        return None
+    return f"{run.store.rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.run_id}"

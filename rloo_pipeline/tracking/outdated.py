@@ -1,0 +1,78 @@
+"""Which records tell of inputs that are no longer there: those that `dvc repro` has still to make again."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rloo_pipeline.config import Params
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.fingerprint import MANIFEST
+from rloo_pipeline.layout import INITIAL, STAGES, Layout
+
+Key = tuple[str, str]  # stage, iteration
+Read = Callable[[Path], dict[str, Any]]
+
+
+def outdated_records(layout: Layout, params: Params) -> set[Key]:
+    """The (stage, iteration) whose provenance names other inputs than there are now, and all that came of them.
+
+    An input that is not here (pruned, not pulled) says nothing.
+    """
+    found: set[Key] = set()
+    read = cache(read_json)
+    for iteration in (INITIAL, *params.iterations):
+        for stage in STAGES:
+            key = (stage, iteration)
+            for maker, made_from, now in _inputs(layout, params, key, read):
+                if maker in found or now not in (None, made_from):
+                    found.add(key)
+    return found
+
+
+def _inputs(layout: Layout, params: Params, key: Key, read: Read) -> Iterator[tuple[Key, str, str | None]]:
+    """(the record that made it, the fingerprint it was used with, its fingerprint now) of each input."""
+    stage, iteration = key
+    link = params.iterations.get(iteration)
+    previous, reference = (link.previous, link.reference) if link else (INITIAL, INITIAL)
+    policies = {"policy": iteration if stage == "evaluate" else previous, "reference": reference}
+    for name, made_from in read(layout.provenance(stage, iteration)).get("inputs", {}).items():
+        if name in policies:
+            now = read(layout.model(policies[name]) / MANIFEST).get("fingerprint")
+            yield _maker(policies[name]), made_from, now
+        elif name == "trainer_state":
+            yield _maker(previous), made_from, read(layout.trainer_state(previous) / MANIFEST).get("fingerprint")
+        elif name == "prompts":
+            split = "eval" if stage == "evaluate" else "train"
+            yield ("prepare", INITIAL), made_from, prompts_fingerprint(layout.prompts / f"{split}.parquet")
+        elif name in STAGES:
+            yield (name, iteration), made_from, read(layout.provenance(name, iteration)).get("output")
+
+
+def _maker(policy: str) -> Key:
+    return ("prepare", INITIAL) if policy == INITIAL else ("update", policy)
+
+
+@cache
+def _prompts_fingerprint(path: Path, _modified: int) -> str | None:
+    import pyarrow.parquet as pq
+
+    fingerprint: bytes | None = (pq.read_schema(path).metadata or {}).get(b"fingerprint")
+    return fingerprint.decode() if fingerprint else None
+
+
+def prompts_fingerprint(path: Path) -> str | None:
+    """The fingerprint of a prompt table as its file tells it; None if there is no such file."""
+    return _prompts_fingerprint(path.resolve(), path.stat().st_mtime_ns) if path.exists() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file, empty if there is none; raises UserError if it is broken."""
+    if not path.exists():
+        return {}
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); run the stage that makes it again") from error
+    return values

@@ -1,0 +1,107 @@
+"""The MLflow store of a project: its address, its experiment, and artifacts that move with the project."""
+
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.tracking.secrets import hide_in_url
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+DEFAULT = "sqlite:///mlflow.db"
+EXPERIMENT = "rloo"
+ARTIFACTS = "mlartifacts"
+# The client's own patience is minutes: a stage must not wait that long for a server that is down.
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+
+
+@dataclass(frozen=True)
+class Store:
+    """A reachable store and the project's experiment in it."""
+
+    client: "MlflowClient"
+    address: str  # as it may be told: without credentials, the default one relative to the project
+    experiment_id: str
+
+    @property
+    def remote(self) -> bool:
+        """Whether every question is a request over the network."""
+        return self.address.startswith("http")
+
+
+def address() -> str:
+    """The address of the store, fit to be told: MLFLOW_TRACKING_URI or the project's own database."""
+    return hide_in_url(os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT)
+
+
+@contextmanager
+def connected(layout: Layout) -> Iterator[Store]:
+    """The store, its experiment made if it is new; raises whatever MLflow raises if it cannot be reached."""
+    given, told = os.environ.get("MLFLOW_TRACKING_URI"), address()
+    root = layout.root.resolve()
+    uri = given or f"sqlite:///{root / 'mlflow.db'}"
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    database = Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+    if database is not None and database.exists() and database.is_relative_to(root):
+        _move_artifacts(database)
+    import mlflow
+
+    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+    mlflow.set_tracking_uri(uri)  # the registry looks models up there, whatever the client's address
+    try:
+        client = mlflow.MlflowClient(uri)
+        yield Store(client, told, _experiment(client, database))
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+        if given is not None:
+            os.environ["MLFLOW_TRACKING_URI"] = given
+
+
+def _name() -> str:
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+
+
+def _experiment(client: "MlflowClient", database: Path | None) -> str:
+    """The id of the experiment; that of a database has its artifacts beside the database."""
+    experiment = client.get_experiment_by_name(_name())
+    if experiment is not None:
+        return str(experiment.experiment_id)
+    location = None if database is None else str(database.parent / ARTIFACTS)
+    return str(client.create_experiment(_name(), artifact_location=location))
+
+
+def _move_artifacts(database: Path) -> None:
+    """Tell a database that was moved where its artifacts are now: MLflow stores absolute paths alone."""
+    target = str(database.parent / ARTIFACTS)
+    places = (
+        ("experiments", "artifact_location"),
+        ("runs", "artifact_uri"),
+        ("logged_models", "artifact_location"),
+        ("model_versions", "storage_location"),
+    )
+    with closing(sqlite3.connect(database)) as connection, connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
+            return
+        found = connection.execute("SELECT artifact_location FROM experiments WHERE name = ?", (_name(),)).fetchone()
+        root = found[0] if found else target
+        if root == target or not root.endswith(f"/{ARTIFACTS}"):
+            return
+        for table, column in places:
+            connection.execute(
+                f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                (target, len(root) + 1, len(root), root),
+            )
