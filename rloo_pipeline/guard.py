@@ -1,16 +1,20 @@
 """The off-policy guard: what is trained on was sampled by the weights at hand and scored as it stands on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from rloo_pipeline import fingerprint
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.progress import say
 from rloo_pipeline.schema import KEY_NAMES
+from rloo_pipeline.shards import read_shards
 
 EXACT_LEVEL = 1e-2  # nats, largest of a token: float32 makes 6e-5, one optimizer step 1.3e-2
 ROUNDED_LEVEL = 1e-1  # nats, mean over tokens: bfloat16 makes 4e-2, and single tokens 4e-1
@@ -41,14 +45,32 @@ def check_made_from(actual: str | None, expected: str, stage: str, iteration: st
     """Raise UserError if a stage's output was made from other rollouts (or another `source`) than those in place."""
     if actual != expected:
         raise UserError(
-            f"{stage} {iteration} were made from other {source} ({(actual or 'not recorded')[:12]}) than those in place "
+            f"{stage} {iteration} were made from other {source} ({(actual or 'unknown')[:12]}) than those in place "
             f"({expected[:12]}); run `dvc repro {stage}@{iteration}` again"
         )
 
 
 def rewards_fingerprint(rewards: pa.Table) -> str:
     """Fingerprint of what advantages read of the rewards: another component of weight 0 does not change it."""
-    return fingerprint.of_table(rewards.select([*KEY_NAMES, "reward"]))
+    ordered = rewards.select([*KEY_NAMES, "reward"]).sort_by([(name, "ascending") for name in KEY_NAMES])
+    return fingerprint.of_table(ordered)
+
+
+def check_advantages(layout: Layout, iteration: str, facts: Mapping[str, Any], rollouts: str) -> None:
+    """Raise UserError unless advantages with these facts were made from the rollouts and scores that are in place.
+
+    rollouts: fingerprint of those in place. `update` reads no rewards, so a project without them goes on, and says so.
+    """
+    check_made_from(facts["rollouts_fingerprint"], rollouts, "advantages", iteration)
+    logprobs = read_manifest(layout.logprobs(iteration))
+    check_made_from(logprobs["facts"]["rollouts_fingerprint"], rollouts, "logprobs", iteration)
+    check_made_from(facts.get("logprobs_fingerprint"), logprobs["fingerprint"], "advantages", iteration, "log-probs")
+    if not layout.rewards(iteration).exists():
+        say(f"rewards {iteration} are not here, so it is not checked that the advantages were made from them")
+        return
+    rewards = read_shards(layout.rewards(iteration))
+    made_from = facts.get("rewards_fingerprint")
+    check_made_from(made_from, rewards_fingerprint(rewards), "advantages", iteration, "rewards")
 
 
 def name_of(table: pa.Table, row: int) -> str:
@@ -72,7 +94,9 @@ def largest_gaps(sampler_N: Sequence[np.ndarray], policy_N: Sequence[np.ndarray]
     """The largest gap of a token in each completion, nats, float64; NaN if one is NaN, 0 without tokens."""
     gaps = np.abs(token_kl(np.concatenate(policy_N), np.concatenate(sampler_N)))
     largest_N = np.zeros(len(sampler_N))
-    np.maximum.at(largest_N, np.repeat(np.arange(len(sampler_N)), [len(row) for row in sampler_N]), gaps)
+    owners = np.repeat(np.arange(len(sampler_N)), [len(row) for row in sampler_N])
+    with np.errstate(invalid="ignore"):
+        np.maximum.at(largest_N, owners, gaps)
     return largest_N
 
 

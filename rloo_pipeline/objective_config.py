@@ -126,6 +126,11 @@ class UpdateConfig(Section):
         gt=0,
         description="Largest gap per token between sampler and recomputed log-probs in float32, nats.",
     )
+    sampler_warning: float = Field(
+        default=0.1,
+        gt=0,
+        description="Mean gap per token above which there is a warning, nats; bfloat16 makes 0.04.",
+    )
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps that the completions are divided among.")
     epochs: int = Field(default=1, ge=1, description="Times that every completion is trained on.")
     ratio_level: Literal["sequence", "token"] = Field(

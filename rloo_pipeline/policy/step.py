@@ -48,6 +48,7 @@ class Rows:
     reference_logprobs_N: list[np.ndarray] | None = None
     token_weights_N: list[np.ndarray] | None = None
     weights_N: np.ndarray | None = None
+    names_N: list[str] | None = None  # how a completion is told to people
 
     def __len__(self) -> int:
         return len(self.prompts_N)

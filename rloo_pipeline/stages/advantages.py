@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.guard import check_made_from, rewards_fingerprint
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.advantages import Advantages, compute
@@ -36,7 +37,12 @@ def run(context: Context, config: AdvantagesConfig) -> None:
     table, names_G = scored(layout, iteration)
     computed = estimate(table, names_G, rollouts["facts"], config, state)
     entries = write_shards(record.work, 1, lambda _: _table(table, computed), ADVANTAGES)
-    facts = {"rollouts_fingerprint": rollouts["fingerprint"], **state.facts(config, computed)}
+    facts = {
+        "rollouts_fingerprint": rollouts["fingerprint"],
+        "logprobs_fingerprint": inputs["logprobs"],
+        "rewards_fingerprint": rewards_fingerprint(table),
+        **state.facts(config, computed),
+    }
     output = write_shards_manifest(record.work, entries, facts)
     describe(record, table, computed, config, state)
     record.finish({record.work: layout.advantages(iteration)}, output)
@@ -88,15 +94,6 @@ def estimate(
 def truncated(table: pa.Table) -> np.ndarray:
     """Whether each completion was cut at max_tokens, bool [N]."""
     return np.asarray(table["finish_reason"].to_numpy() == "length")
-
-
-def check_made_from(actual: str, expected: str, stage: str, iteration: str) -> None:
-    """Raise UserError if a stage's output was made from other rollouts than those that are there."""
-    if actual != expected:
-        raise UserError(
-            f"{stage} {iteration} were made from other rollouts ({actual[:12]}) than those in place ({expected[:12]}); "
-            f"run `dvc repro {stage}@{iteration}` again"
-        )
 
 
 def join(left: pa.Table, right: pa.Table) -> pa.Table:

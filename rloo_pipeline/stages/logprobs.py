@@ -1,18 +1,15 @@
 """Log-probs: policy and reference score every sampled token."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import pyarrow as pa
 
 from rloo_pipeline.config import LogprobsConfig
+from rloo_pipeline.guard import check_on_policy, check_rows_on_policy, tell_gap
 from rloo_pipeline.manifest import read_manifest
-from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import open_policy
 from rloo_pipeline.policy.logprobs import Scorer
 from rloo_pipeline.schema import KEY_NAMES, LOGPROBS
-from rloo_pipeline.shards import read_shards, read_table, write_shards, write_shards_manifest
+from rloo_pipeline.shards import read_shard, read_shards, write_shards, write_shards_manifest
 from rloo_pipeline.stages.context import Context, Record, start
 
 FLOATS = pa.list_(pa.float32())
@@ -24,6 +21,8 @@ def run(context: Context, config: LogprobsConfig) -> None:
     rollouts = read_manifest(layout.rollouts(iteration))
     temperature = rollouts["facts"]["temperature"]
     policies = {"policy": open_policy(layout.model(context.link.previous))}
+    sampled_by = (policies["policy"].fingerprint, iteration, context.link.previous)
+    check_on_policy(rollouts["facts"]["policy_fingerprint"], *sampled_by)
     if config.reference:
         policies["reference"] = open_policy(layout.model(context.link.reference))
     inputs = {"rollouts": rollouts["fingerprint"], **{role: policy.fingerprint for role, policy in policies.items()}}
@@ -35,12 +34,14 @@ def run(context: Context, config: LogprobsConfig) -> None:
         scorers["reference"] = scorers["policy"]
 
     def make(index: int) -> pa.Table:
-        table, _ = read_table(layout.rollouts(iteration) / rollouts["shards"][index]["file"])
+        table = read_shard(layout.rollouts(iteration), rollouts, index)
+        check_rows_on_policy(table, *sampled_by)
         return _scored(table, scorers)
 
     entries = write_shards(record.work, len(rollouts["shards"]), make, LOGPROBS)
     output = write_shards_manifest(record.work, entries, {"rollouts_fingerprint": rollouts["fingerprint"]})
-    _describe(record, read_shards(layout.rollouts(iteration)), read_shards(record.work))
+    exact = config.dtype == rollouts["facts"].get("dtype", "float32") == "float32"
+    _describe(record, read_shards(layout.rollouts(iteration)), read_shards(record.work), exact)
     seconds = sum(scorer.seconds for scorer in set(scorers.values()))
     if seconds:
         record.timings["tokens_per_second"] = record.timings["tokens"] * len(set(scorers.values())) / seconds
@@ -57,20 +58,8 @@ def _scored(table: pa.Table, scorers: dict[str, Scorer]) -> pa.Table:
     return pa.table(columns)
 
 
-def _describe(record: Record, rollouts: pa.Table, logprobs: pa.Table) -> None:
+def _describe(record: Record, rollouts: pa.Table, logprobs: pa.Table, exact: bool) -> None:
     """The gap between sampler and policy, per token and per completion; the tokens passed over in the timings."""
-    record.metrics |= sampler_gap(rows_of(rollouts, "sampler_logprobs"), rows_of(logprobs, "policy_logprobs"))
+    record.metrics |= tell_gap(rollouts, logprobs, exact, record.context.iteration)
     names = ("prompt_token_ids", "completion_token_ids")
     record.timings["tokens"] = float(sum(len(row) for name in names for row in rows_of(rollouts, name)))
-
-
-def sampler_gap(sampler_N: Sequence[np.ndarray], policy_N: Sequence[np.ndarray]) -> dict[str, float]:
-    """How far recomputed log-probs are from the sampler's, nats: per token and summed over a completion."""
-    gaps = token_kl(np.concatenate(policy_N), np.concatenate(sampler_N))
-    sequences = sequence_kl(gaps, np.cumsum([0, *(len(row) for row in sampler_N)]))
-    return {
-        "sampler_gap/token_mean": float(np.abs(gaps).sum() / max(len(gaps), 1)),
-        "sampler_gap/token_max": float(np.abs(gaps).max(initial=0)),
-        "sampler_gap/sequence_mean": float(np.abs(sequences).mean()),
-        "sampler_gap/sequence_max": float(np.abs(sequences).max()),
-    }

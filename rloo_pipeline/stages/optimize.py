@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.guard import largest_gaps, sampler_gap
 from rloo_pipeline.objective.correction import (
     effective_sample_size,
     sequence_log_ratio,
@@ -18,7 +19,6 @@ from rloo_pipeline.policy.logprobs import score
 from rloo_pipeline.policy.step import KlTerm, Rows, Totals, accumulate, precision, take_step
 from rloo_pipeline.progress import progress, say
 from rloo_pipeline.seeds import derive
-from rloo_pipeline.stages.logprobs import sampler_gap
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ class Learner:
     temperature: float
     batch_tokens: int  # padded tokens of one pass
     kl: KlTerm | None = None
+    sampled_in: str = "float32"  # dtype of the weights in the engine
 
     @property
     def parameters(self) -> dict[str, "torch.nn.Parameter"]:
@@ -51,7 +52,7 @@ def optimize(learner: Learner, rows: Rows, step: int, seed: int, iteration: str)
     metrics: dict[str, float] = {}
     if config.several_steps or config.sampler_correction != "none":
         old = Totals(0.0, 0.0, _first_pass(learner, rows))
-        metrics = check_gap(old, rows, config, iteration)
+        metrics = check_gap(old, rows, config, iteration, learner.sampled_in)
         rows, corrected = _corrected(rows, old.logprobs_N, config)
         metrics |= corrected
     steps: list[dict[str, float]] = []
@@ -62,34 +63,46 @@ def optimize(learner: Learner, rows: Rows, step: int, seed: int, iteration: str)
             part = replace(part, old_logprobs_N=None)
         learner.optimizer.zero_grad()
         totals = accumulate(learner.model, part, learner.temperature, config, learner.batch_tokens, learner.kl)
-        metrics = metrics or check_gap(totals, part, config, iteration)
+        metrics = metrics or check_gap(totals, part, config, iteration, learner.sampled_in)
         taken = take_step(learner.optimizer, learner.parameters, config, step + len(steps))
         steps.append({**_of_step(totals, part, learner.kl), **taken})
     return metrics | _summary(steps)
 
 
-def check_gap(totals: Totals, rows: Rows, config: UpdateConfig, iteration: str) -> dict[str, float]:
+def check_gap(
+    totals: Totals, rows: Rows, config: UpdateConfig, iteration: str, sampled_in: str = "float32"
+) -> dict[str, float]:
     """The gap between sampler and trainer, nats, and what it leaves of the sample (1: all of it).
 
-    Above the tolerance raises UserError in float32, warns in bfloat16.
+    With sampling and passes in float32 a token above the tolerance raises UserError; in bfloat16, where rounding is
+    larger than what a step changes, a mean above the warning level is told.
     """
-    gap = sampler_gap(rows.sampler_logprobs_N, totals.logprobs_N)
-    flat = np.concatenate(totals.logprobs_N), np.concatenate(rows.sampler_logprobs_N)
-    offsets_N1 = np.cumsum([0, *(len(row) for row in rows.sampler_logprobs_N)])
+    sampler_N = rows.sampler_logprobs_N
+    gap = sampler_gap(sampler_N, totals.logprobs_N)
+    flat = np.concatenate(totals.logprobs_N), np.concatenate(sampler_N)
+    offsets_N1 = np.cumsum([0, *(len(row) for row in sampler_N)])
     gap["sampler_gap/effective_sample_size"] = effective_sample_size(sequence_log_ratio(*flat, offsets_N1))
-    largest = gap["sampler_gap/token_max"]
-    if largest <= config.sampler_tolerance:
+    mean, largest = gap["sampler_gap/token_mean"], gap["sampler_gap/token_max"]
+    exact = config.dtype == sampled_in == "float32"
+    gap["sampler_gap/warning"] = float(not exact and not mean <= config.sampler_warning)
+    refused = exact and not largest <= config.sampler_tolerance
+    if not refused and not gap["sampler_gap/warning"]:
         return gap
-    message = (
-        f"rollouts {iteration}: the sampler's log-probs differ from the policy's by up to {largest:.4g} nats per token "
-        f"(update.sampler_tolerance is {config.sampler_tolerance:g})"
-    )
-    if config.dtype == "float32":
+    largest_N = largest_gaps(sampler_N, totals.logprobs_N)
+    worst = int(largest_N.argmax())
+    where = f", most in {rows.names_N[worst]}" if rows.names_N else ""
+    message = f"rollouts {iteration}: the sampler's log-probs differ from the policy's by"
+    if refused:
+        above = int((~(largest_N <= config.sampler_tolerance)).sum())
         raise UserError(
-            f"{message}; either other weights sampled them (run `dvc repro rollouts@{iteration}` again) or the engine "
-            "works in lower precision (raise the tolerance, or set rollouts.dtype to float32)"
+            f"{message} up to {largest:.4g} nats per token (update.sampler_tolerance is {config.sampler_tolerance:g}) "
+            f"in {above} of {len(rows)} completions{where}; either other weights sampled them (run `dvc repro "
+            f"rollouts@{iteration}` again) or the engine rounds more than float32 does (raise the tolerance)"
         )
-    say(f"warning: {message}")
+    say(
+        f"warning: {message} {mean:.4g} nats per token on average and up to {largest:.4g} (update.sampler_warning is "
+        f"{config.sampler_warning:g}){where}; if other weights sampled them, run `dvc repro rollouts@{iteration}` again"
+    )
     return gap
 
 

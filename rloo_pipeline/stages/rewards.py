@@ -10,7 +10,7 @@ from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.progress import progress
 from rloo_pipeline.rewards.score import join_prompts, score
 from rloo_pipeline.schema import reward_column, rewards_schema
-from rloo_pipeline.shards import read_shards, read_table, write_shards, write_shards_manifest
+from rloo_pipeline.shards import read_shard, read_shards, read_table, write_shards, write_shards_manifest
 from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import Context, Record
 
@@ -27,7 +27,7 @@ def run(context: Context, configs: Sequence[RewardConfig]) -> None:
     with progress("scoring, rewards", rollouts["rows"], "completions") as done:
 
         def make(index: int) -> pa.Table:
-            table, _ = read_table(layout.rollouts(iteration) / rollouts["shards"][index]["file"])
+            table = read_shard(layout.rollouts(iteration), rollouts, index)
             rows = join_prompts(table, prompts)
             scored = score(configs, rows, layout.root, context.execution, global_step=context.number - 1)
             done.advance(table.num_rows)

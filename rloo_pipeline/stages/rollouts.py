@@ -26,6 +26,7 @@ def run(context: Context, config: RolloutsConfig) -> None:
 
     facts = {
         "completions_per_prompt": config.completions_per_prompt,
+        "dtype": config.dtype,
         "policy_fingerprint": policy.fingerprint,
         "temperature": config.temperature,
     }

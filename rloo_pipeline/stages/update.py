@@ -12,6 +12,7 @@ import pyarrow as pa
 from rloo_pipeline import fingerprint
 from rloo_pipeline.disk import check_space
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.guard import check_advantages, check_on_policy, check_rows_on_policy, name_of
 from rloo_pipeline.manifest import checked_fingerprint, read_manifest, write_model_manifest
 from rloo_pipeline.objective.advantages import INVALID
 from rloo_pipeline.objective_config import UpdateConfig
@@ -23,7 +24,7 @@ from rloo_pipeline.policy.logprobs import check_head
 from rloo_pipeline.policy.step import KlTerm, Rows, make_optimizer
 from rloo_pipeline.progress import say
 from rloo_pipeline.shards import read_shards
-from rloo_pipeline.stages.advantages import check_made_from, join
+from rloo_pipeline.stages.advantages import join
 from rloo_pipeline.stages.context import Context, Record, start
 from rloo_pipeline.stages.optimize import Learner, optimize
 
@@ -42,7 +43,7 @@ def run(context: Context, config: UpdateConfig) -> None:
     state = layout.trainer_state(context.link.previous)
     rollouts, advantages = read_manifest(layout.rollouts(iteration)), read_manifest(layout.advantages(iteration))
     check_on_policy(rollouts["facts"]["policy_fingerprint"], policy.fingerprint, iteration, context.link.previous)
-    check_made_from(advantages["facts"]["rollouts_fingerprint"], rollouts["fingerprint"], "advantages", iteration)
+    check_advantages(layout, iteration, advantages["facts"], rollouts["fingerprint"])
     inputs = {
         "policy": policy.fingerprint,
         "trainer_state": checked_fingerprint(state),
@@ -51,18 +52,18 @@ def run(context: Context, config: UpdateConfig) -> None:
     }
     kl = _kl_term(advantages["facts"])
     if kl is not None:
-        logprobs = read_manifest(layout.logprobs(iteration))
-        check_made_from(logprobs["facts"]["rollouts_fingerprint"], rollouts["fingerprint"], "logprobs", iteration)
-        inputs["logprobs"] = logprobs["fingerprint"]
+        inputs["logprobs"] = read_manifest(layout.logprobs(iteration))["fingerprint"]
     record = start(context, "update", config, inputs)
 
     logprobs_table = None if kl is None else read_shards(layout.logprobs(iteration))
     advantages_table = read_shards(layout.advantages(iteration))
-    rows = trained_rows(read_shards(layout.rollouts(iteration)), advantages_table, logprobs_table)
+    rollouts_table = read_shards(layout.rollouts(iteration))
+    check_rows_on_policy(rollouts_table, policy.fingerprint, iteration, context.link.previous)
+    rows = trained_rows(rollouts_table, advantages_table, logprobs_table)
     shutil.rmtree(record.work.parent, ignore_errors=True)
     carried = advantages["facts"].get("carried")
     if len(rows):
-        _learn(record, policy, rows, config, kl, rollouts["facts"]["temperature"], carried)
+        _learn(record, policy, rows, config, kl, rollouts["facts"], carried)
     else:
         _keep(record, policy, advantages_table, carried)
 
@@ -82,16 +83,20 @@ def _learn(
     rows: Rows,
     config: UpdateConfig,
     kl: KlTerm | None,
-    temperature: float,
+    sampling: Mapping[str, Any],
     carried: Mapping[str, Any] | None,
 ) -> None:
-    """Take the optimizer's steps and write model and trainer state into the work in progress."""
+    """Take the optimizer's steps and write model and trainer state into the work in progress.
+
+    sampling: the facts of the rollouts' manifest.
+    """
     context = record.context
     model = _trainable(policy, context.execution.gradient_checkpointing)
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters, config)
     step = trainer_state.restore(optimizer, parameters, context.layout.trainer_state(context.link.previous))
-    learner = Learner(model, optimizer, config, temperature, context.execution.update_microbatch_tokens, kl)
+    budget = context.execution.update_microbatch_tokens
+    learner = Learner(model, optimizer, config, sampling["temperature"], budget, kl, sampling.get("dtype", "float32"))
     started = time.monotonic()
     record.metrics |= optimize(learner, rows, step, context.seed, context.iteration)
     _describe(record, rows, time.monotonic() - started)
@@ -126,15 +131,6 @@ def _keep(record: Record, policy: Policy, advantages: pa.Table, carried: Mapping
     record.metrics |= {**nothing, "step": step, "skipped": 1}
 
 
-def check_on_policy(sampled: str, updated: str, iteration: str, previous: str) -> None:
-    """Raise UserError if the rollouts were sampled from other weights than those to be updated."""
-    if sampled != updated:
-        raise UserError(
-            f"rollouts {iteration} were sampled from other weights ({sampled[:12]}) than policy {previous} "
-            f"({updated[:12]}), so the step would not be on-policy; run `dvc repro rollouts@{iteration}` again"
-        )
-
-
 def trained_rows(rollouts: pa.Table, advantages: pa.Table, logprobs: pa.Table | None = None) -> Rows:
     """The rows that count in the loss, joined by key, with the reference's log-probs of `logprobs` if it is given."""
     table = join(rollouts, advantages)
@@ -147,6 +143,7 @@ def trained_rows(rollouts: pa.Table, advantages: pa.Table, logprobs: pa.Table | 
         rows_of(table, "sampler_logprobs"),
         table["advantage"].to_numpy(),
         reference_logprobs_N=None if logprobs is None else rows_of(table, "reference_logprobs"),
+        names_N=[name_of(table, row) for row in range(table.num_rows)],
     )
 
 

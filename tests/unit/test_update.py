@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models
 from rloo_pipeline.config import ExecutionConfig, IterationConfig, UpdateConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.fingerprint import of_model
+from rloo_pipeline.guard import check_on_policy, sampler_gap
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.manifest import read_manifest, write_model_manifest
 from rloo_pipeline.policy import trainer_state
@@ -19,9 +20,8 @@ from rloo_pipeline.policy.step import Rows, Totals, accumulate, make_optimizer, 
 from rloo_pipeline.schema import ADVANTAGES, ROLLOUTS
 from rloo_pipeline.shards import write_shards, write_shards_manifest
 from rloo_pipeline.stages.context import Context
-from rloo_pipeline.stages.logprobs import sampler_gap
 from rloo_pipeline.stages.optimize import check_gap
-from rloo_pipeline.stages.update import check_on_policy, run, trained_rows
+from rloo_pipeline.stages.update import run, trained_rows
 from tests.enumeration import one_thread
 from tests.sampling import Counter
 from tests.tiny import make_model, make_policy
@@ -256,6 +256,28 @@ def test_a_gap_above_the_tolerance_is_refused_in_float32_and_told_in_bfloat16(ca
     assert "warning: rollouts 0003" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("dtype", "sampled_in"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_where_either_side_is_rounded_to_bfloat16_a_gap_is_told(capsys, dtype, sampled_in):
+    config = UpdateConfig(learning_rate=1e-3, dtype=dtype, sampler_warning=0.2)
+    rows = Rows(floats([1, 2], [3]), floats([1, 2], [3]), floats([-1.0, -2.0], [-1.0]), np.ones(2), names_N=["a", "b"])
+    gap = check_gap(Totals(0.0, 0.0, floats([-1.0, -2.25], [-1.25])), rows, config, "0003", sampled_in)
+    assert gap["sampler_gap/token_mean"] == pytest.approx(0.5 / 3)
+    assert gap["sampler_gap/warning"] == 0
+    assert "warning" not in capsys.readouterr().err
+    gap = check_gap(Totals(0.0, 0.0, floats([-1.0, -2.25], [-1.5])), rows, config, "0003", sampled_in)
+    assert gap["sampler_gap/warning"] == 1
+    assert "0.25 nats per token on average and up to 0.5" in (told := capsys.readouterr().err)
+    assert "sampler_warning is 0.2), most in b; " in told
+    assert "dvc repro rollouts@0003" in told
+
+
+def test_a_refused_gap_names_the_worst_completion_and_how_many_there_are():
+    rows = Rows(*[floats([1, 2], [3], [4])] * 2, floats([-1.0, -2.0], [-1.0], [-1.0]), np.ones(3), names_N=list("abc"))
+    recomputed = floats([-1.0, -2.5], [-1.0], [-1.75])
+    with pytest.raises(UserError, match=r"up to 0\.75 nats .* in 2 of 3 completions, most in c; .*rollouts@0003"):
+        check_gap(Totals(0.0, 0.0, recomputed), rows, CONFIG, "0003")
+
+
 def test_a_gap_that_is_not_a_number_is_refused():
     with pytest.raises(UserError, match="nan nats per token"):
         gap_of("float32", math.nan)
@@ -328,7 +350,7 @@ def test_retokenize():
 
 @pytest.fixture
 def project(tmp_path):
-    """Policy 0000 and rollouts and advantages 0001, as their stages leave them."""
+    """Policy 0000 and rollouts, log-probs (without rows) and advantages 0001, as their stages leave them."""
     layout = Layout(tmp_path)
     make_policy(layout.model("0000"))
     fingerprint = write_model_manifest(layout.model("0000"), trust_remote_code=False)
@@ -349,7 +371,9 @@ def write_rollouts(layout, table, fingerprint):
 
 
 def write_advantages(layout, values, reasons=None, **facts):
-    facts |= {"rollouts_fingerprint": read_manifest(layout.rollouts("0001"))["fingerprint"]}
+    rollouts = read_manifest(layout.rollouts("0001"))["fingerprint"]
+    logprobs = write_shards_manifest(layout.logprobs("0001"), [], {"rollouts_fingerprint": rollouts})  # not read here
+    facts |= {"rollouts_fingerprint": rollouts, "logprobs_fingerprint": logprobs}
     trained = None if reasons is None else [reason is None for reason in reasons]
     for path in layout.advantages("0001").glob("*"):
         path.unlink()
