@@ -18,7 +18,24 @@ def iterations(count: Annotated[int, typer.Argument(help="How many iterations th
 
     layout = Layout(Path())
     if layout.model(INITIAL).exists():
-        missing = [number for number in range(1, count + 1) if not layout.model(f"{number:04d}").exists()]
+        # Metrics and not weights: a pruned iteration is not written again.
+        missing = [number for number in range(1, count + 1) if not layout.metrics("update", f"{number:04d}").exists()]
         check_space(layout, layout.model(INITIAL), len(missing))
     params = set_length(layout.params, count)
     print(f"params.yaml: {len(params.iterations)} iterations; `dvc repro` runs what is new")
+
+
+@app.command()
+def prune(
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep the policies of the last N finished iterations.")],
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Keep those of every M-th iteration too.")] = None,
+    all_revisions: Annotated[
+        bool, typer.Option("--all-revisions", help="Drop what other branches, tags and experiments hold too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+) -> None:
+    """Drop weights and trainer state of the other iterations from the DVC cache and the work tree; 0000 stays."""
+    from rloo_pipeline import prune as command
+    from rloo_pipeline.prune_plan import Rule
+
+    command.run(Layout(Path()), Rule(keep_last, keep_every, all_revisions), dry_run=dry_run)
