@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written to a temporary place, flushed, renamed last."""
+"""Files that are whole or absent: written to a temporary place, flushed to the disk, renamed last."""
 
 import json
 import os
@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, value: Mapping[str, Any] | list[Any]) -> None:
-    """Write JSON with sorted keys, atomically; NaN and infinity are refused (ValueError)."""
+def write_json(path: Path, value: Mapping[str, Any] | list[Any], staging: Path | None = None) -> None:
+    """Write JSON with sorted keys, atomically; NaN and infinity are refused (ValueError).
+
+    staging: where the temporary file stands if not beside `path`, for folders that DVC looks at as a whole.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    if staging is not None:
+        staging.mkdir(parents=True, exist_ok=True)
+    temporary = (staging or path.parent) / f".{path.name}.tmp"
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -20,15 +25,51 @@ def write_json(path: Path, value: Mapping[str, Any] | list[Any]) -> None:
     temporary.replace(path)
 
 
-def publish(work: Path, final: Path) -> None:
-    """Put the finished directory `work` in the place of `final`, by rename.
+def publish(outputs: Mapping[Path, Path]) -> None:
+    """Put finished files and directories in the places of older ones (from work to final), by rename.
 
-    Files of an older `final` may be hard links into the DVC cache: they are unlinked, never written to.
+    Every older directory goes away before anything new comes, and the new comes in the order given: at no moment
+    stands an artifact of one run beside a record of another. Everything is on the disk before the first rename.
+    Files of an older artifact may be hard links into the DVC cache: they are unlinked, never written to.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
+    for work, final in outputs.items():
+        sync(work)
+        final.parent.mkdir(parents=True, exist_ok=True)
+    retired = [_retire(work, final) for work, final in outputs.items() if final.is_dir()]
+    for work, final in outputs.items():
+        work.replace(final)
+        _flush(final.parent)
+    for path in retired:
+        remove(path)
+
+
+def _retire(work: Path, final: Path) -> Path:
     retired = work.with_name(f"{work.name}.retired")
-    shutil.rmtree(retired, ignore_errors=True)
-    if final.exists():
-        final.rename(retired)
-    work.rename(final)
-    shutil.rmtree(retired, ignore_errors=True)
+    remove(retired)
+    final.rename(retired)
+    _flush(final.parent)
+    return retired
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory with all below it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or all that lies below a directory, to the disk: a rename alone survives a power cut empty."""
+    if path.is_dir():
+        for item in path.iterdir():
+            sync(item)
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -32,7 +32,7 @@ def run(layout: Layout, params: Params) -> None:
     """Write the history, every key in every row, null where it has no value: `dvc plots` shows nothing otherwise."""
     rows = collect(layout, params)
     keys = sorted({key for row in rows for key in row})
-    write_json(layout.history, [{key: row.get(key) for key in keys} for row in rows])
+    write_json(layout.history, [{key: row.get(key) for key in keys} for row in rows], staging=layout.state)
 
 
 def seconds(layout: Layout, iteration: str) -> float:
@@ -51,14 +51,11 @@ def show(layout: Layout, params: Params) -> None:
     for title in ("id", "train reward", "held-out reward (95%)", "win rate", "KL", "no signal", "sec"):
         table.add_column(title, justify="right", no_wrap=title.startswith("held-out"))
     for row in collect(layout, params):
-        interval = "-"
-        if "evaluate/reward" in row:
-            low, high = row["evaluate/reward_low"], row["evaluate/reward_high"]
-            interval = f"{row['evaluate/reward']:.3f} ({low:.3f} to {high:.3f})"
+        reward, low, high = (_number(row, f"evaluate/reward{end}", ".3f") for end in ("", "_low", "_high"))
         table.add_row(
             row["iteration"],
             _number(row, "advantages/reward", ".3f"),
-            interval,
+            "-" if reward == "-" else f"{reward} ({low} to {high})",
             _number(row, "evaluate/win_rate", ".3f"),
             _number(row, "evaluate/kl", ".3f"),
             _number(row, "advantages/frac_reward_zero_std", ".0%"),
@@ -81,7 +78,7 @@ def verdict(rows: list[Row]) -> str:
 
 
 def _number(row: Row, name: str, form: str) -> str:
-    return format(row[name], form) if name in row else "-"
+    return "-" if row.get(name) is None else format(row[name], form)
 
 
 def _times(before: float, after: float) -> str:

@@ -86,3 +86,8 @@ class Layout:
     def work(self, stage: str, iteration: str, key: str) -> Path:
         """Partial output of a stage, keyed by the fingerprint of its inputs and settings."""
         return self.state / "work" / stage / iteration / key
+
+
+def note_of(work: Path) -> Path:
+    """The file beside a stage's partial output that tells what its key was made of."""
+    return work.with_name(f"{work.name}.json")

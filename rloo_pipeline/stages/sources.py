@@ -13,4 +13,4 @@ def run(layout: Layout, name: str, config: SourceConfig) -> None:
     if not path.exists():
         raise UserError(f"sources.{name}.path: {config.path}: no such file or directory")
     record = {"path": config.path.as_posix(), "sha256": fingerprint.of_path(path)}
-    write_json(layout.source(config.used_by, name), record)
+    write_json(layout.source(config.used_by, name), record, staging=layout.state)

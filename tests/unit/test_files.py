@@ -38,7 +38,7 @@ def test_publish_replaces_by_rename(tmp_path: Path) -> None:
     (final / "gone").write_text("old")
     os.link(final / "file", tmp_path / "cache")
     (final / "file").chmod(0o444)
-    publish(work, final)
+    publish({work: final})
     assert {path.name: path.read_text() for path in final.iterdir()} == {"file": "new"}
     assert (tmp_path / "cache").read_text() == "old"
     assert list((tmp_path / "work").iterdir()) == []
