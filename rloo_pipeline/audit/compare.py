@@ -1,5 +1,6 @@
 """What differs between two tables, joined by key and never by row order, and between two trees of JSON values."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,6 +180,21 @@ def shown(value: Any, position: int | None = None, width: int = 48) -> str:
         return f"{value:.9g}"
     text = repr(value)
     return text if len(text) <= width else text[:width] + "..."
+
+
+def printable(text: str) -> str:
+    """The text on one line, with line breaks, control characters and marks of direction as escapes."""
+    return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in text)
+
+
+def jsonable(value: Any) -> Any:
+    """The value as strict JSON can hold it: NaN and infinities as strings, and whatever JSON has no type for."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if known else str(value)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

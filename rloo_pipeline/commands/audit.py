@@ -25,6 +25,24 @@ def table() -> None:
 
 
 @app.command()
+def verify(
+    iteration: Annotated[
+        str | None, typer.Argument(help="Four-digit id of the iteration; all if it is left out.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="The stage to run again; all if it is left out.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the directory with what was made anew.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run stages again beside the project and compare what they make row by row; exit status 1 if it differs."""
+    from rloo_pipeline.audit.verify import verify as command
+
+    layout = Layout(Path())
+    params = load_params(layout.params)
+    if not command(layout, params, iteration, stage, keep=keep, json_output=json_output):
+        raise typer.Exit(1)
+
+
+@app.command()
 def estimators(iteration: Iteration) -> None:
     """Compare all baselines on an iteration's stored completions, the variance of the gradient included.
 

@@ -1,0 +1,56 @@
+"""What made an artifact, from its provenance, beside what params.yaml and this machine would make it with now."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from rloo_pipeline.audit.compare import Change, compare_values
+from rloo_pipeline.config import Params, RewardConfig
+from rloo_pipeline.errors import UserError
+
+CONDITIONS = ("algorithm_version", "device", "engine", "execution", "versions")
+SECTIONS = ("rollouts", "logprobs", "advantages", "update", "evaluate")
+
+
+def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapping[str, Any]) -> Params:
+    """`params` with the stage's settings as its provenance tells them; raises UserError if they cannot be read."""
+    settings = provenance["settings"]
+    try:
+        new = {
+            name: type(getattr(params, name)).model_validate(settings[name]) for name in SECTIONS if name in settings
+        }
+        if "rewards" in settings:
+            new["rewards"] = tuple(RewardConfig.model_validate(item) for item in settings["rewards"])
+        if stage == "prepare":
+            for name in ("policy", "prompts"):
+                new[name] = type(getattr(params, name)).model_validate(settings[name])
+            for name, split in (("rollouts", "train"), ("evaluate", "eval")):
+                update = {"max_tokens": settings["max_tokens"][split]}
+                new[name] = getattr(params, name).model_copy(update=update)
+    except (ValidationError, KeyError) as error:
+        raise UserError(
+            f"{stage} {iteration}: its recorded settings are not those of this version of the package: {error}; "
+            "install the version that made it"
+        ) from error
+    if stage == "evaluate" and iteration in params.iterations:
+        item = params.iterations[iteration].model_copy(update={"evaluate": not settings.get("skipped", False)})
+        new["iterations"] = params.iterations | {iteration: item}
+    return params.model_copy(update={"seed": provenance["seed"]} | new)
+
+
+def changed(params: Params, made_with: Params, stage: str) -> list[Change]:
+    """The settings of the stage that params.yaml gives other values than it was made with."""
+    of_stage = {
+        "prepare": {"policy": True, "prompts": True, "rollouts": {"max_tokens"}, "evaluate": {"max_tokens"}},
+        "evaluate": {"evaluate": True, "rewards": True},
+    }
+    included: Any = {"seed": True, **of_stage.get(stage, {stage: True})}
+    then, now = (item.model_dump(mode="json", include=included) for item in (made_with, params))
+    return compare_values(then, now)
+
+
+def conditions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Versions, device and the like that differ between two provenances which both tell them."""
+    shared = [name for name in CONDITIONS if name in then and name in now]
+    return compare_values({name: then[name] for name in shared}, {name: now[name] for name in shared})
