@@ -64,6 +64,18 @@ def input_path(layout: Layout, stage: str, iteration: str, link: IterationConfig
     return layout.artifacts / role / iteration
 
 
+def maker(stage: str, iteration: str, link: IterationConfig, role: str) -> tuple[str, str] | None:
+    """The stage and iteration that made the input `role`; None for a file of the user's own."""
+    if role.startswith(SOURCE):
+        return None
+    if role == "prompts":
+        return "prepare", INITIAL
+    if role not in ("policy", "reference", "trainer_state"):
+        return role, iteration
+    policy = link.reference if role == "reference" else iteration if stage == "evaluate" else link.previous
+    return ("prepare" if policy == INITIAL else "update"), policy
+
+
 def output_fingerprint(stage: str, parts: Mapping[str, str]) -> str:
     """What provenance calls the stage's output, from the fingerprints of its outputs by name."""
     if stage == "prepare":

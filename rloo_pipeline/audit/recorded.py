@@ -17,9 +17,8 @@ def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapp
     """`params` with the stage's settings as its provenance tells them; raises UserError if they cannot be read."""
     settings = provenance["settings"]
     try:
-        new = {
-            name: type(getattr(params, name)).model_validate(settings[name]) for name in SECTIONS if name in settings
-        }
+        sections = [name for name in SECTIONS if name in settings]
+        new: dict[str, Any] = {name: type(getattr(params, name)).model_validate(settings[name]) for name in sections}
         if "rewards" in settings:
             new["rewards"] = tuple(RewardConfig.model_validate(item) for item in settings["rewards"])
         if stage == "prepare":
@@ -41,11 +40,11 @@ def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapp
 
 def changed(params: Params, made_with: Params, stage: str) -> list[Change]:
     """The settings of the stage that params.yaml gives other values than it was made with."""
-    of_stage = {
+    of_stage: dict[str, dict[str, Any]] = {
         "prepare": {"policy": True, "prompts": True, "rollouts": {"max_tokens"}, "evaluate": {"max_tokens"}},
         "evaluate": {"evaluate": True, "rewards": True},
     }
-    included: Any = {"seed": True, **of_stage.get(stage, {stage: True})}
+    included = {"seed": True, **of_stage.get(stage, {stage: True})}
     then, now = (item.model_dump(mode="json", include=included) for item in (made_with, params))
     return compare_values(then, now)
 

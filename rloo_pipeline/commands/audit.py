@@ -43,6 +43,18 @@ def verify(
 
 
 @app.command()
+def lineage(
+    iteration: Iteration, json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """Show what led to an iteration's weights, and check every link by its content; exit status 1 if one is broken."""
+    from rloo_pipeline.audit.lineage_report import lineage as command
+
+    layout = Layout(Path())
+    if not command(layout, load_params(layout.params), iteration, json_output=json_output):
+        raise typer.Exit(1)
+
+
+@app.command()
 def estimators(iteration: Iteration) -> None:
     """Compare all baselines on an iteration's stored completions, the variance of the gradient included.
 
