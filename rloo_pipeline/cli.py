@@ -13,6 +13,7 @@ import typer
 from rloo_pipeline import outcome
 from rloo_pipeline.commands import audit, project, tracking
 from rloo_pipeline.config import Params, load_params
+from rloo_pipeline.disk import refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL, Layout
 
@@ -47,7 +48,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a log gets plain lines; libraries' bars would fill it
     try:
-        with outcome.told():
+        with outcome.told(), refusals_told(Path.cwd()):
             app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

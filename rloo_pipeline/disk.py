@@ -45,10 +45,12 @@ def refusals_told(path: Path) -> Iterator[None]:
 
 
 def _number(error: Exception) -> int | None:
-    """The system's number of an error; safetensors puts it into its text alone."""
-    if isinstance(error, OSError):
+    """The system's number of an error; safetensors and shutil put it into their text alone."""
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    if not isinstance(error, shutil.Error) and type(error).__name__ != "SafetensorError":
+        return None
+    found = re.search(r"(?:\[Errno |\(os error )(\d+)", str(error))
     return int(found[1]) if found else None
 
 

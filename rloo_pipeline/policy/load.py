@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_pipeline.errors import UserError
 
+ATTENTION = "sdpa"
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +17,16 @@ def device() -> "torch.device":
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pass_conditions(**batch_shapes: int | bool) -> dict[str, Any]:
+    """What the last bits of a pass depend on beside weights, rows and versions, for the provenance."""
+    import torch
+
+    conditions = {"attention": ATTENTION, "threads": torch.get_num_threads(), **batch_shapes}
+    if torch.cuda.is_available():
+        return {**conditions, "cuda": str(torch.version.cuda)}
+    return {**conditions, "cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
 
 def load_tokenizer(model: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
@@ -53,11 +65,14 @@ def load_model(model: Path, dtype: str, *, trust_remote_code: bool = False) -> "
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    config = load_config(model, trust_remote_code)
+    if not any(model.glob("*.safetensors")):
+        raise UserError(f"{model}: no .safetensors file in it; formats that run code on loading are not read")
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         model,
-        config=load_config(model, trust_remote_code),
+        config=config,
         dtype=getattr(torch, dtype),
-        attn_implementation="sdpa",
+        attn_implementation=ATTENTION,
         trust_remote_code=trust_remote_code,
         local_files_only=True,
         use_safetensors=True,

@@ -139,6 +139,7 @@ class Scorer:
     def model(self) -> "PreTrainedModel":
         """The loaded model."""
         model = load_model(self.policy.model, self.dtype, trust_remote_code=self.policy.trust_remote_code)
+        self.policy.check_unchanged()
         check_head(model)
         return model
 
@@ -154,5 +155,6 @@ class Scorer:
         with progress(f"scoring, {self.role}", len(completions), "completions") as done:
             logprobs = score(model, prompts, completions, self.temperature, self.batch_tokens, done)
         self.seconds += time.monotonic() - started
+        self.policy.check_unchanged()
         offsets = np.cumsum([0, *(len(row) for row in logprobs)], dtype=np.int32)
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(logprobs)))

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_pipeline.disk import refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
+from rloo_pipeline.manifest import RESTORE
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,8 @@ def restore(optimizer: "torch.optim.Optimizer", names: dict[str, "torch.nn.Param
     step = int(read_counters(directory)["step"])
     if step == 0:
         return 0
+    if not (directory / MOMENTS).is_file():
+        raise UserError(f"{directory / MOMENTS}: no such file, though {step} steps are done; {RESTORE}")
     with safe_open(directory / MOMENTS, framework="pt") as file:
         expected = {f"{moment}/{name}" for name in names for moment in MOMENT_NAMES}
         if set(file.keys()) != expected:
@@ -69,7 +73,8 @@ def save(
         for name, parameter in names.items()
         for moment in MOMENT_NAMES
     }
-    save_file(moments, directory / MOMENTS)
+    with refusals_told(directory / MOMENTS):
+        save_file(moments, directory / MOMENTS)
     write_json(directory / STATE, {"step": step, **(carried or {})})
 
 

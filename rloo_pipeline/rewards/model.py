@@ -66,9 +66,11 @@ def _load(config: RewardConfig, root: Path) -> tuple[Any, Any]:
     local = root / str(config.model)
     origin = str(local) if local.is_dir() else str(config.model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(origin, revision=config.revision)
+        # Unset, trust_remote_code would ask on the terminal.
+        shared = {"revision": config.revision, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            origin, revision=config.revision, dtype=torch.float32, output_loading_info=True
+            origin, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **shared
         )
     except (OSError, ValueError) as error:
         raise UserError(

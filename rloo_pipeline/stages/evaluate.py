@@ -13,6 +13,7 @@ from rloo_pipeline.layout import INITIAL
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.objective.statistics import bootstrap_interval, pass_at_k, prompt_win_rates
 from rloo_pipeline.policy.handle import Policy, open_policy
+from rloo_pipeline.policy.load import pass_conditions
 from rloo_pipeline.policy.logprobs import Scorer
 from rloo_pipeline.progress import progress
 from rloo_pipeline.rewards.score import join_prompts, score
@@ -21,7 +22,7 @@ from rloo_pipeline.seeds import derive
 from rloo_pipeline.shards import Entry, read_shards, read_table, write_shards, write_shards_manifest
 from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import Context, Record
-from rloo_pipeline.stages.rewards import reward_metrics
+from rloo_pipeline.stages.rewards import reward_metrics, reward_shapes
 from rloo_pipeline.stages.sampling import COLUMNS, Sampler, describe, prepare_prompts
 
 KL = pa.schema([pa.field("kl", pa.float64(), False)])
@@ -46,7 +47,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     sampling = config.model_dump(mode="json", exclude={"pass_k", "pass_threshold", "bootstrap_resamples"})
     sampling_record = Record(context, "evaluate", inputs, {"sampling": sampling})
     sampled = sampling_record.work
-    files = [file for file, _, _ in sampler.write(sampled, lambda table: table, COLUMNS)]
+    files = [file for file, _, _ in sampler.write(sampled / "shards", lambda table: table, COLUMNS)]
     _score_reference(context, config, sampled, files, policy, reference)
 
     settings = {
@@ -59,6 +60,8 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     output = write_shards_manifest(record.work, entries, {"policy_fingerprint": policy.fingerprint, "skipped": False})
     table = read_shards(record.work)
     describe(record, table, sampler)
+    budgets = {"logprobs_batch_tokens": context.execution.logprobs_batch_tokens}
+    record.notes["execution"] = pass_conditions(**budgets, **reward_shapes(context, rewards))
     record.metrics |= reward_metrics(table, [item.name for item in rewards])
     record.metrics |= quality(table, _opponent(context, table), config, context.seed)
     record.finish({record.work: layout.evaluation(iteration)}, output, keep=sampled)
@@ -81,7 +84,7 @@ def _score_reference(
     scorer = Scorer(reference, config.dtype, config.temperature, context.execution.logprobs_batch_tokens, "reference")
 
     def make(index: int) -> pa.Table:
-        table, _ = read_table(sampled / files[index])
+        table, _ = read_table(sampled / "shards" / files[index])
         if policy.fingerprint == reference.fingerprint:
             return pa.table({"kl": np.zeros(table.num_rows)}, schema=KL)
         return pa.table({"kl": kl_to(scorer(table), table)}, schema=KL)
@@ -108,7 +111,7 @@ def _score_rewards(
     with progress("scoring, rewards", len(files), "shards") as done:
 
         def make(index: int) -> pa.Table:
-            table, _ = read_table(sampled / files[index])
+            table, _ = read_table(sampled / "shards" / files[index])
             kl, _ = read_table(sampled / "kl" / files[index])
             rows = join_prompts(table, held_out)
             scored = score(rewards, rows, context.layout.root, context.execution, global_step=context.number)

@@ -7,6 +7,7 @@ from rloo_pipeline.guard import check_on_policy, check_rows_on_policy, tell_gap
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import open_policy
+from rloo_pipeline.policy.load import pass_conditions
 from rloo_pipeline.policy.logprobs import Scorer
 from rloo_pipeline.schema import KEY_NAMES, LOGPROBS
 from rloo_pipeline.shards import read_shard, read_shards, write_shards, write_shards_manifest
@@ -45,6 +46,7 @@ def run(context: Context, config: LogprobsConfig) -> None:
     seconds = sum(scorer.seconds for scorer in set(scorers.values()))
     if seconds:
         record.timings["tokens_per_second"] = record.timings["tokens"] * len(set(scorers.values())) / seconds
+    record.notes["execution"] = pass_conditions(logprobs_batch_tokens=budget)
     record.finish({record.work: layout.logprobs(iteration)}, output)
 
 

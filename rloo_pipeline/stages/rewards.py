@@ -7,6 +7,7 @@ import pyarrow.compute as pc
 
 from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.manifest import read_manifest
+from rloo_pipeline.policy.load import pass_conditions
 from rloo_pipeline.progress import progress
 from rloo_pipeline.rewards.score import join_prompts, score
 from rloo_pipeline.schema import reward_column, rewards_schema
@@ -38,7 +39,15 @@ def run(context: Context, configs: Sequence[RewardConfig]) -> None:
 
     output = write_shards_manifest(record.work, entries, {"rollouts_fingerprint": rollouts["fingerprint"]})
     record.metrics |= reward_metrics(read_shards(record.work), [config.name for config in configs])
+    if shapes := reward_shapes(context, configs):
+        record.notes["execution"] = pass_conditions(**shapes)
     record.finish({record.work: layout.rewards(iteration)}, output)
+
+
+def reward_shapes(context: Context, configs: Sequence[RewardConfig]) -> dict[str, int]:
+    """What shapes the passes of reward models, where there are any."""
+    budget = context.execution.rewards_batch_tokens
+    return {"rewards_batch_tokens": budget} if any(config.model for config in configs) else {}
 
 
 def reward_metrics(table: pa.Table, names: Sequence[str]) -> dict[str, float]:

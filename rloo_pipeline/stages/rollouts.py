@@ -22,7 +22,8 @@ def run(context: Context, config: RolloutsConfig) -> None:
     prompts = prepare_prompts(train.take(pa.array(chosen)), policy, config.max_tokens)
     purpose = ("rollouts", context.iteration)
     sampler = Sampler(context, policy, config, prompts, config.completions_per_prompt, purpose)
-    entries = sampler.write(record.work, lambda table: table, ROLLOUTS)
+    shards = record.work / "shards"
+    entries = sampler.write(shards, lambda table: table, ROLLOUTS)
 
     facts = {
         "completions_per_prompt": config.completions_per_prompt,
@@ -32,6 +33,6 @@ def run(context: Context, config: RolloutsConfig) -> None:
     }
     if config.oversample > 1:
         facts["groups_wanted"] = config.prompts_per_iteration
-    output = write_shards_manifest(record.work, entries, facts)
-    describe(record, read_shards(record.work), sampler)
-    record.finish({record.work: context.layout.rollouts(context.iteration)}, output)
+    output = write_shards_manifest(shards, entries, facts)
+    describe(record, read_shards(shards), sampler)
+    record.finish({shards: context.layout.rollouts(context.iteration)}, output)

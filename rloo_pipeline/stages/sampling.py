@@ -1,5 +1,6 @@
 """Sampling completions of prompts into shards: what rollouts and evaluate share."""
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rloo_pipeline.data.filter import fits, prompt_limit
 from rloo_pipeline.data.template import render
 from rloo_pipeline.engines import Engine, Request, Sample
 from rloo_pipeline.engines.choose import choose_engine, open_engine
+from rloo_pipeline.files import write_json
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import Policy
 from rloo_pipeline.policy.load import context_length, load_tokenizer
@@ -23,6 +25,7 @@ from rloo_pipeline.seeds import derive
 from rloo_pipeline.shards import Entry, write_shards
 from rloo_pipeline.stages.context import Context, Record
 
+ENGINES = "engines.json"
 COLUMNS = pa.schema([pa.field(name, kind, nullable) for name, kind, nullable, _ in (*KEYS, *COMPLETION)])
 
 
@@ -69,6 +72,7 @@ class Sampler:
         self.n, self.purpose = n, purpose
         self.engine: Engine | None = None
         self.seconds = 0.0  # in generation alone, without the engine's start
+        self.engines: list[Any] = []  # settings of the engines that made the shards
         self.name, reason = choose_engine(config.engine)
         say(f"engine {self.name}: {reason}")
 
@@ -78,9 +82,22 @@ class Sampler:
         return -(-len(self.prompts) // self.config.prompts_per_shard)
 
     def write(self, work: Path, finish: Callable[[pa.Table], pa.Table], schema: pa.Schema) -> list[Entry]:
-        """Sample every missing shard; `finish` turns the sampled columns into the artifact's."""
+        """Sample every missing shard; `finish` turns the sampled columns into the artifact's.
+
+        The engine's settings stand beside `work`, since the process that finishes may be another one.
+        """
+        noted = work.with_name(ENGINES)
+        self.engines = json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else []
+
+        def make(index: int) -> pa.Table:
+            settings = dict(self._open().settings)
+            if settings not in self.engines:
+                self.engines.append(settings)
+                write_json(noted, self.engines)
+            return finish(self._shard(index))
+
         try:
-            return write_shards(work, self.shards, lambda index: finish(self._shard(index)), schema)
+            return write_shards(work, self.shards, make, schema)
         finally:
             self.close()
 
@@ -104,6 +121,7 @@ class Sampler:
                 execution=self.context.execution,
                 trust_remote_code=self.policy.trust_remote_code,
             )
+            self.policy.check_unchanged()
         return self.engine
 
     def _shard(self, index: int) -> pa.Table:
@@ -118,6 +136,7 @@ class Sampler:
             started = time.monotonic()
             samples = engine.generate(requests, done)
             self.seconds += time.monotonic() - started
+        self.policy.check_unchanged()
         return self._table(keys, owners, seeds, samples)
 
     def _table(
@@ -160,4 +179,5 @@ def describe(record: Record, table: pa.Table, sampler: Sampler) -> None:
     record.timings["tokens"] = float(lengths.sum())
     if sampler.seconds:
         record.timings["tokens_per_second"] = float(lengths.sum()) / sampler.seconds
-    record.notes |= {"filtered": sampler.prompts.filtered}
+    engines = sampler.engines
+    record.notes |= {"filtered": sampler.prompts.filtered, "engine": engines[0] if len(engines) == 1 else engines}

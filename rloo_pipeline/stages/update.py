@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rloo_pipeline import fingerprint
-from rloo_pipeline.disk import check_space
+from rloo_pipeline.disk import check_space, refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.guard import check_advantages, check_on_policy, check_rows_on_policy, name_of
 from rloo_pipeline.manifest import checked_fingerprint, read_manifest, write_model_manifest
@@ -19,7 +19,7 @@ from rloo_pipeline.objective_config import UpdateConfig
 from rloo_pipeline.policy import trainer_state
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import Policy, open_policy
-from rloo_pipeline.policy.load import load_model
+from rloo_pipeline.policy.load import load_model, pass_conditions
 from rloo_pipeline.policy.logprobs import check_head
 from rloo_pipeline.policy.step import KlTerm, Rows, make_optimizer
 from rloo_pipeline.progress import say
@@ -90,16 +90,20 @@ def _learn(
 
     sampling: the facts of the rollouts' manifest.
     """
-    context = record.context
-    model = _trainable(policy, context.execution.gradient_checkpointing)
+    context, execution = record.context, record.context.execution
+    model = _trainable(policy, execution.gradient_checkpointing)
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters, config)
     step = trainer_state.restore(optimizer, parameters, context.layout.trainer_state(context.link.previous))
-    budget = context.execution.update_microbatch_tokens
+    budget = execution.update_microbatch_tokens
     learner = Learner(model, optimizer, config, sampling["temperature"], budget, kl, sampling.get("dtype", "float32"))
     started = time.monotonic()
     record.metrics |= optimize(learner, rows, step, context.seed, context.iteration)
+    policy.check_unchanged()
     _describe(record, rows, time.monotonic() - started)
+    record.notes["execution"] = pass_conditions(
+        update_microbatch_tokens=budget, gradient_checkpointing=execution.gradient_checkpointing
+    )
     _save_policy(model, policy, record.work / "model")
     count = int(record.metrics["step"])
     trainer_state.save(optimizer, parameters, record.work / "trainer_state", count, carried)
@@ -153,6 +157,7 @@ def _kl_term(facts: Mapping[str, Any]) -> KlTerm | None:
 
 def _trainable(policy: Policy, checkpointing: bool) -> "PreTrainedModel":
     model = load_model(policy.model, "float32", trust_remote_code=policy.trust_remote_code)
+    policy.check_unchanged()
     check_head(model)
     if checkpointing:
         # Dropout rates are 0, so training mode only lets the layers recompute their activations.
@@ -170,7 +175,8 @@ def _describe(record: Record, rows: Rows, seconds: float) -> None:
 
 def _save_policy(model: "PreTrainedModel", previous: Policy, target: Path) -> None:
     """Weights by save_pretrained; configuration, tokenizer and chat template are the previous policy's, to the byte."""
-    model.save_pretrained(target)
+    with refusals_told(target):
+        model.save_pretrained(target)
     for path in previous.model.iterdir():
         if path.suffix != ".safetensors" and path.name not in (fingerprint.MANIFEST, "model.safetensors.index.json"):
             shutil.copyfile(path, target / path.name)

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaForCausalLM
 
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.manifest import write_model_manifest
 from rloo_pipeline.policy import logprobs
 from rloo_pipeline.policy.batches import collate
-from rloo_pipeline.policy.handle import Policy
+from rloo_pipeline.policy.handle import open_policy
 from rloo_pipeline.policy.logprobs import Scorer, check_head, score, score_batch
 from tests.enumeration import one_thread
 from tests.sampling import Counter
@@ -206,7 +207,8 @@ def table_of(prompts, completions):
 
 
 def test_scorer_gives_a_list_column_and_asks_the_model_once_per_table(tmp_path):
-    scorer = Scorer(Policy(make_policy(tmp_path), "unused", False), "float32", TEMPERATURE, 20, "policy")
+    write_model_manifest(make_policy(tmp_path), trust_remote_code=False)
+    scorer = Scorer(open_policy(tmp_path), "float32", TEMPERATURE, 20, "policy")
     table = table_of(PROMPTS, COMPLETIONS)
     first = scorer(table)
     assert first.type == pa.list_(pa.float32())
