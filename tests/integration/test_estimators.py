@@ -226,8 +226,9 @@ def test_help_and_note_say_what_the_comparison_ignores(lab, rloo):
             assert name in text
 
 
-def test_the_printed_table(capsys):
+def test_the_printed_table(capsys, monkeypatch):
     """Every column is there at 80 characters a line, with a dash for what does not exist."""
+    monkeypatch.setenv("COLUMNS", "80")
     row = {"completions_per_prompt": 12, "baseline": "global_standardized", "subsets": 32} | dict.fromkeys(FIGURES)
     known = {"zero_groups": 0.25, "sign_agreement": 0.5, "advantage_mean": -0.125, "advantage_variance": 0.0625}
     known |= {"gradient_variance": 1234567.0, "relative_variance": 2345678.0}
