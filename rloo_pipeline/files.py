@@ -7,22 +7,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rloo_pipeline.disk import refusals_told
+
 
 def write_json(path: Path, value: Mapping[str, Any] | list[Any], staging: Path | None = None) -> None:
     """Write JSON with sorted keys, atomically; NaN and infinity are refused (ValueError).
 
     staging: where the temporary file stands if not beside `path`, for folders that DVC looks at as a whole.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if staging is not None:
-        staging.mkdir(parents=True, exist_ok=True)
-    temporary = (staging or path.parent) / f".{path.name}.tmp"
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, text.encode(), staging)
+
+
+def write_whole(path: Path, content: bytes, staging: Path | None = None) -> None:
+    """Write a file atomically, flushed to the disk; raises UserError, and leaves nothing, if the disk refuses."""
+    with refusals_told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if staging is not None:
+            staging.mkdir(parents=True, exist_ok=True)
+        temporary = (staging or path.parent) / f".{path.name}.tmp"
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def publish(outputs: Mapping[Path, Path]) -> None:

@@ -1,7 +1,6 @@
 """Sharded Parquet: every shard written whole, read in order, checked against its fingerprint; resumable."""
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rloo_pipeline import fingerprint
-from rloo_pipeline.disk import refusals_told
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.files import write_json
+from rloo_pipeline.files import write_json, write_whole
 from rloo_pipeline.manifest import RESTORE, read_manifest
 from rloo_pipeline.progress import say
 from rloo_pipeline.schema import SCHEMA_VERSION
@@ -32,26 +30,17 @@ def write_table(path: Path, table: pa.Table) -> str:
         encoded = _encoded(table, content)
     except pa.ArrowNotImplementedError as error:
         raise UserError(f"{path}: a column has a type that Parquet cannot hold ({error}); change or drop it") from error
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals_told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(encoded)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    write_whole(path, encoded)
     return content
 
 
-def _encoded(table: pa.Table, content: str) -> pa.Buffer:
+def _encoded(table: pa.Table, content: str) -> bytes:
     metadata = {**(table.schema.metadata or {}), _FINGERPRINT: content.encode()}
     sink = pa.BufferOutputStream()
     # In one chunk, so that equal tables give equal bytes.
     pq.write_table(table.replace_schema_metadata(metadata).combine_chunks(), sink, compression="zstd")
-    return sink.getvalue()
+    encoded: bytes = sink.getvalue().to_pybytes()
+    return encoded
 
 
 def read_table(path: Path, sha256: str | None = None) -> tuple[pa.Table, str]:
