@@ -57,15 +57,14 @@ def remove(plan: Plan, trash: Path) -> None:
 
 
 def replayable(stages: Sequence["Stage"], gone: Sequence[Path]) -> dict[str, tuple[list[str], list[str]]]:
-    """For each stage the iterations that can be run again from what is there, and those that cannot."""
+    """For each stage the iterations whose inputs and outputs are all there without `gone`, and the others."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     for stage in stages:
         name, _, iteration = stage.name.partition("@")
-        if not iteration.isdigit():
-            continue
-        paths = [Path(dep.fs_path) for dep in stage.deps]
-        there = all(path.exists() and path not in gone for path in paths)
-        found.setdefault(name, ([], []))[0 if there else 1].append(iteration)
+        if iteration.isdigit():
+            paths = [Path(item.fs_path) for item in (*stage.deps, *stage.outs)]
+            there = all(path.exists() and path not in gone for path in paths)
+            found.setdefault(name, ([], []))[0 if there else 1].append(iteration)
     return found
 
 
@@ -97,7 +96,7 @@ def show(plan: Plan, replay: Mapping[str, tuple[list[str], list[str]]], dry_run:
         print("the DVC cache lies outside this project and may serve others: it is left as it is")
     print(f"disk of artifacts and DVC cache: {_size(plan.used)} before, {_size(plan.used - plan.freed)} after")
     table = Table(title="what `rloo verify` can still run", title_justify="left", box=SIMPLE_HEAD)
-    for title in ("stage", "iterations", "inputs are gone"):
+    for title in ("stage", "iterations", "inputs or outputs are gone"):
         table.add_column(title, overflow="fold")
     for stage, (possible, gone) in replay.items():
         table.add_row(stage, ranges(possible), ranges(gone))

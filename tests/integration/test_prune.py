@@ -124,16 +124,23 @@ def test_says_what_can_still_be_replayed(four: Project, capsys: pytest.CaptureFi
     cut(four, Rule(keep_last=1, keep_every=2))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     told = {row[0]: row[1:] for row in rows if row and row[0] in NEW_STAGES}
-    # Policies 0001 and 0003 are gone: iterations 0002 and 0004 sampled from them, evaluations 0001 and 0003 read them.
+    # Policies 0001 and 0003 are gone. Iterations 0002 and 0004 sampled from them; update needs both ends.
     from_previous = ["0001,", "0003", "0002,", "0004"]
     assert told == {
         "rollouts": from_previous,
         "logprobs": from_previous,
         "rewards": ["0001-0004", "-"],
         "advantages": from_previous,
-        "update": from_previous,
+        "update": ["-", "0001-0004"],
         "evaluate": ["0002,", "0004", "0001,", "0003"],
     }
+
+
+@pytest.mark.parametrize(("stage", "iteration"), [("advantages", "0003"), ("advantages", "0004"), ("update", "0001")])
+def test_verify_agrees_on_what_can_be_replayed(four: Project, rloo: CommandLine, stage: str, iteration: str) -> None:
+    cut(four, Rule(keep_last=1, keep_every=2))
+    done = rloo(four, "verify", iteration, "--stage", stage)
+    assert done.code == (0 if (stage, iteration) == ("advantages", "0003") else 1)
 
 
 def test_plain_status_is_not_quiet_and_plain_repro_makes_it_again(four: Project) -> None:
@@ -141,7 +148,7 @@ def test_plain_status_is_not_quiet_and_plain_repro_makes_it_again(four: Project)
     deleted = json.loads(four.run("dvc", "status", "--json").stdout)
     assert {"update@0001", "update@0002", "update@0003"} <= set(deleted)
     assert four.repro("--dry", "--allow-missing") == []
-    assert "rloo update 0001" in four.repro("--dry")
+    assert four.repro("--dry", "update@0001") == ["rloo update 0001"]
 
 
 def test_dry_run_removes_nothing_and_tells_the_same(four: Project, capsys: pytest.CaptureFixture[str]) -> None:
