@@ -39,3 +39,16 @@ def prune(
     from rloo_pipeline.prune_plan import Rule
 
     command.run(Layout(Path()), Rule(keep_last, keep_every, all_revisions), dry_run=dry_run)
+
+
+@app.command()
+def clean(
+    everything: Annotated[bool, typer.Option("--all", help="Remove what a next run could go on from too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+) -> None:
+    """Remove what killed runs left behind and no next run will use; refused while a stage runs."""
+    from rloo_pipeline import leftovers
+    from rloo_pipeline.config import load_params
+
+    layout = Layout(Path())
+    leftovers.clean(layout, load_params(layout.params), everything=everything, dry_run=dry_run)

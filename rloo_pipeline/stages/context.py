@@ -123,7 +123,7 @@ class Record:
         """
         layout, iteration = self.context.layout, self.context.iteration
         seconds = time.monotonic() - self.started
-        records = {
+        records: dict[Path, Mapping[str, Any]] = {
             layout.metrics(self.stage, iteration): {
                 name: None if name in self._not_finite else value for name, value in self.metrics.items()
             },

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rloo_pipeline import process as module
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.process import die_with_dvc, exclusive
@@ -22,6 +23,13 @@ with exclusive(Layout(Path(sys.argv[1])), "rollouts 0001"):
 """
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that is held is refused at once."""
+    monkeypatch.setattr(module, "SECONDS_TO_DIE", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_one_at_a_time(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     refusal = r"update 0001.* runs in this project; wait.*run rewards 0001 again"
@@ -43,6 +51,7 @@ def test_a_failed_stage_gives_the_lock_back(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -57,6 +66,17 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         process.wait()
     with exclusive(Layout(tmp_path), "update 0001"):
         pass
+
+
+def test_a_process_that_is_being_killed_is_waited_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        killing = threading.Timer(0.5, process.kill)
+        killing.start()
+        with exclusive(Layout(tmp_path), "update 0001"):
+            assert process.wait() == -9
 
 
 def test_outside_dvc_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
