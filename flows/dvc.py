@@ -17,6 +17,7 @@ LEASH = Path(__file__).with_name("leash.py")
 SECONDS_TO_DIE = 5.0
 LINES_IN_A_MESSAGE = 5
 LOCKED = ("Unable to acquire lock", "it is being blocked by")
+HINTS = ("To track the changes with git", "\tgit add", "To enable auto staging", "\tdvc config", "Use `dvc push`")
 KILLED = 128  # exit statuses above tell the signal
 
 Say = Callable[[str], None]
@@ -96,7 +97,7 @@ def _run(root: Path, arguments: list[str], say: Say, extra: dict[str, str]) -> t
     with _leashed(root, [sys.executable, "-m", "dvc", *arguments], extra) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line := line.rstrip():
+            if (line := line.rstrip()) and not line.startswith(HINTS):
                 last.append(line)
                 say(line)
     return process.returncode, list(last)

@@ -1,5 +1,6 @@
 """What a flow run changes in params.yaml before it starts: single values, and the length of the chain."""
 
+import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -35,14 +36,14 @@ def change(layout: Layout, overrides: Mapping[str, Any], iterations: int | None,
 def override(path: Path, overrides: Mapping[str, Any]) -> Params:
     """Set values in params.yaml by dotted path, comments kept; raises UserError, nothing written, if one is wrong."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.util import load_yaml_guess_indent
 
     text = path.read_text(encoding="utf-8")
-    _, mapping, offset = load_yaml_guess_indent(text)
+    mapping, offset = (re.search(pattern, text, re.MULTILINE) for pattern in (r"^( +)[^\s#-]", r"^( *)- "))
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 4096
-    yaml.indent(mapping=mapping or 2, sequence=(offset or 0) + 2, offset=offset or 0)
+    dash = len(offset[1]) if offset else 2
+    yaml.indent(mapping=len(mapping[1]) if mapping else 2, sequence=dash + 2, offset=dash)
     document = yaml.load(text)
     for dotted, value in overrides.items():
         _set(document, dotted.split("."), value, f"{path}: {dotted}")

@@ -1,0 +1,204 @@
+"""A training run as its user schedules it: real server, worker and deployment, cancelled, killed, resumed, finished."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from tests.browser import page_text
+from tests.conftest import varied_project
+from tests.project import REPOSITORY, Project
+from tests.scheduler import Scheduler, hold_still, wait_for
+
+LIMIT = f"rloo-gpu-{socket.gethostname()}"
+SLOT_HOLDER = """
+import time
+from flows import node
+with node.slot():
+    print("held", flush=True)
+    time.sleep(3600)
+"""
+
+
+@dataclass
+class Story:
+    """What happened, told once for all tests."""
+
+    scheduler: Scheduler
+    project: Project
+    by_hand: Project
+    runs: dict[str, str] = field(default_factory=dict)  # ids
+    ends: dict[str, str] = field(default_factory=dict)  # names of the last states
+    survivors: dict[str, list[psutil.Process]] = field(default_factory=dict)  # 10 s after
+    seen: dict[str, Any] = field(default_factory=dict)
+
+
+def extended_by_hand(finished: Project, root: Path) -> Project:
+    """A copy of a finished project of two iterations, after a third by `dvc repro`."""
+    project = finished.copy(root)
+    project.rloo("iterations", "3")
+    project.repro()
+    return project
+
+
+def cancelled(story: Story) -> None:
+    """Cancel in the middle of the first rollouts."""
+    scheduler, run = story.scheduler, story.scheduler.run("train", iterations=3)
+    processes = hold_still(story.project, "rollouts 0001")
+    wait_for("the log has the stage's line", lambda: "> rloo rollouts 0001" in scheduler.logs(run, "rollouts@0001"))
+    story.seen["state while logged"] = [t["state_name"] for t in scheduler.tasks(run) if t["name"] == "rollouts@0001"]
+    story.seen["slots while held"] = scheduler.slots(LIMIT)
+    scheduler.cancel(run)
+    story.survivors["cancel"] = psutil.wait_procs(processes, timeout=10)[1]
+    story.runs["cancelled"], story.ends["cancelled"] = run, scheduler.ends(run)
+
+
+def worker_killed(story: Story) -> None:
+    """Resume; kill -9 the worker in the middle of the second update."""
+    run = story.scheduler.run("train")
+    processes = hold_still(story.project, "update 0002")
+    story.scheduler.worker.kill()
+    story.survivors["worker"] = psutil.wait_procs(processes, timeout=10)[1]
+    story.runs["resumed"], story.ends["worker killed"] = run, story.scheduler.ends(run)
+    wait_for("the slot is free", lambda: story.scheduler.slots(LIMIT) == 0, seconds=120)
+    story.scheduler.start_worker()
+
+
+def retried(story: Story) -> None:
+    """Press Retry on the crashed run; kill -9 DVC in the middle of the last evaluation; let the run end."""
+    run = story.runs["resumed"]
+    story.scheduler.retry(run)
+    processes = hold_still(story.project, "evaluate 0003")
+    for process in processes:
+        if process.name() != "rloo" and process.parent() in processes:
+            process.kill()
+    story.survivors["dvc"] = psutil.wait_procs(processes, timeout=10)[1]
+    wait_for("another try", lambda: story.scheduler.state(run) != "AwaitingRetry")
+    story.ends["retried"] = story.scheduler.ends(run)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory, finished_project: Project) -> Iterator[Story]:
+    """Everything that is told of in the tests below."""
+    folder = tmp_path_factory.mktemp("scheduled")
+    project = varied_project(folder / "node")
+    shutil.copytree(REPOSITORY / "flows", project.root / "flows", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(REPOSITORY / "prefect.yaml", project.root / "prefect.yaml")
+    scheduler = Scheduler(folder / "scheduler")
+    try:
+        scheduler.prefect("deploy", "--all", cwd=project.root)
+        lost = {**scheduler.env, "CUDA_VISIBLE_DEVICES": "9"}
+        with (
+            ThreadPoolExecutor(1) as pool,
+            subprocess.Popen([sys.executable, "-c", SLOT_HOLDER], env=lost, stdout=subprocess.PIPE) as holder,
+        ):
+            by_hand = pool.submit(extended_by_hand, finished_project, folder / "by hand")
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            holder.kill()
+            told = Story(scheduler, project, project)
+            told.seen["slots of the lost"] = scheduler.slots(f"{LIMIT}-9")
+            cancelled(told)
+            worker_killed(told)
+            retried(told)
+            told.by_hand = by_hand.result()
+        yield told
+    finally:
+        scheduler.stop()
+
+
+def test_run_equals_dvc_by_hand(story: Story) -> None:
+    assert story.ends["retried"] == "Completed"
+    assert story.project.lock() == story.by_hand.lock()
+    assert story.project.run("dvc", "status", "--json").stdout.strip() == "{}"
+
+
+def test_cancel_leaves_no_process(story: Story) -> None:
+    assert story.survivors["cancel"] == []
+    assert story.ends["cancelled"] == "Cancelled"
+
+
+def test_killed_worker_leaves_no_process(story: Story) -> None:
+    assert story.survivors["worker"] == []
+    assert story.ends["worker killed"] == "Crashed"
+
+
+def test_killed_dvc_leaves_no_process_and_is_tried_again(story: Story) -> None:
+    assert story.survivors["dvc"] == []
+    last = [task for task in story.scheduler.tasks(story.runs["resumed"]) if task["name"] == "evaluate@0003"]
+    assert [(task["state_name"], task["run_count"]) for task in last] == [("Completed", 2)]
+
+
+def test_prefect_slots(story: Story) -> None:
+    assert story.seen["slots while held"] == 1
+    assert story.seen["slots of the lost"] == 1
+    wait_for("the lease of the lost runs out", lambda: story.scheduler.slots(f"{LIMIT}-9") == 0, seconds=180)
+    assert story.scheduler.slots(LIMIT) == 0
+
+
+def test_prefect_cache(story: Story) -> None:
+    """A retry runs what DVC finds changed, though Prefect has seen a subflow and tasks of the same names complete."""
+    tasks = story.scheduler.tasks(story.runs["resumed"])
+    states = {(task["name"], task["state_name"]) for task in tasks}
+    for iteration in ("0001", "0002", "0003"):
+        assert {(f"{stage}@{iteration}", "Completed") for stage in ("rollouts", "update", "evaluate")} <= states
+    assert ("rewards@0002", "Unchanged") in states
+    assert not any(task["state_name"] == "Cached" for task in tasks)
+
+
+def test_log_while_the_stage_runs(story: Story) -> None:
+    assert story.seen["state while logged"] == ["Running"]
+    lines = "\n".join(story.scheduler.logs(story.runs["resumed"], "rollouts@0003"))
+    assert "16/16 completions" in lines
+    assert "rollouts 0003: done in" in lines
+
+
+def test_evaluation_follows_its_iteration(story: Story) -> None:
+    ran = [t["name"] for t in story.scheduler.tasks(story.runs["resumed"]) if t["state_name"] == "Completed"]
+    assert ran.index("update@0001") < ran.index("evaluate@0001") < ran.index("rollouts@0002")
+    assert ran.index("evaluate@0002") < ran.index("rollouts@0003")
+
+
+def test_subflows_are_named_as_iterations(story: Story) -> None:
+    names = {story.scheduler.get(f"/flow_runs/{run}")["name"] for run in story.scheduler.family(story.runs["resumed"])}
+    assert {"iteration 0001", "iteration 0002", "iteration 0003"} <= names
+
+
+def mean_reward(project: Project, iteration: str) -> float:
+    """The mean reward over the stored completions."""
+    shards = sorted((project.root / "artifacts" / "rewards" / iteration).glob("*.parquet"))
+    rewards = [value for shard in shards for value in pq.read_table(shard)["reward"].to_pylist()]
+    return sum(rewards) / len(rewards)
+
+
+def test_artifacts(story: Story) -> None:
+    found = story.scheduler.artifacts(story.runs["resumed"])
+    for iteration in ("0001", "0002", "0003"):
+        assert f"{mean_reward(story.project, iteration):.4f}".rstrip("0") in found[f"iteration-{iteration}"]["data"]
+        assert "update (seconds)" in found[f"iteration-{iteration}"]["data"]
+        assert "sample 3" in found[f"groups-{iteration}"]["data"]
+
+
+def test_the_ui_shows_run_and_metric(story: Story) -> None:
+    run = story.runs["resumed"]
+    name = story.scheduler.get(f"/flow_runs/{run}")["name"]
+    page_text(f"{story.scheduler.ui}/runs/flow-run/{run}", name, "Completed", "iteration 0003")
+    artifact = story.scheduler.artifacts(run)["iteration-0003"]
+    reward = f"{mean_reward(story.project, '0003'):.4f}".rstrip("0")
+    page_text(f"{story.scheduler.ui}/artifacts/artifact/{artifact['id']}", "train reward", reward)
+
+
+def test_nightly_is_scheduled(story: Story) -> None:
+    nightly = story.scheduler.get("/deployments/name/rloo-training/nightly")
+    assert nightly["parameters"] == {"extend_by": 4}
+    assert [schedule["schedule"]["cron"] for schedule in nightly["schedules"]] == ["0 1 * * *"]
+    assert set(nightly["parameter_openapi_schema"]["properties"]) >= {"iterations", "overrides", "target"}
