@@ -19,6 +19,7 @@ from tests.conftest import varied_project
 from tests.project import REPOSITORY, Project
 from tests.scheduler import Scheduler, hold_still, wait_for
 
+pytestmark = pytest.mark.timeout(1800)
 LIMIT = f"rloo-gpu-{socket.gethostname()}"
 SLOT_HOLDER = """
 import time
@@ -78,9 +79,7 @@ def retried(story: Story) -> None:
     run = story.runs["resumed"]
     story.scheduler.retry(run)
     processes = hold_still(story.project, "evaluate 0003")
-    for process in processes:
-        if process.name() != "rloo" and process.parent() in processes:
-            process.kill()
+    next(process for process in processes if process.cmdline()[1:4] == ["-m", "dvc", "repro"]).kill()
     story.survivors["dvc"] = psutil.wait_procs(processes, timeout=10)[1]
     wait_for("another try", lambda: story.scheduler.state(run) != "AwaitingRetry")
     story.ends["retried"] = story.scheduler.ends(run)
