@@ -32,7 +32,7 @@ def write_whole(path: Path, content: bytes, staging: Path | None = None) -> None
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except BaseException:
+        except OSError:
             temporary.unlink(missing_ok=True)
             raise
 
