@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUCKETS = 2**14  # an inner product is off by 1.1% of the norms (one standard deviation)
-SUBSETS = 32  # random choices of K completions a group that a figure is averaged over
+SUBSETS = 512  # random choices of K completions a group that a figure is over: with fewer, |E G|^2 is mostly noise
 SINGLE = 4 * float(np.finfo(np.float32).eps)  # stored rewards are rounded: a smaller share of them has no sign
 OUTSIDE = (
     "The gradient compared is that of one on-policy step, divided by the number of completions: it knows nothing of "
@@ -246,7 +246,7 @@ def show(rows: Sequence[Row], title: str) -> None:
 
     table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1), pad_edge=False)
     columns = {
-        "advantage_mean": ("A mean", ".3f"),
+        "advantage_mean": ("A mean", "z.3f"),
         "advantage_variance": ("A var", ".3g"),
         "zero_groups": ("zero", ".0%"),
         "sign_agreement": ("sign", ".0%"),
