@@ -20,6 +20,8 @@ from ruamel.yaml import YAML
 from safetensors.numpy import load_file
 
 from rloo_pipeline.shards import read_shards, read_table
+from tests.contract.variants import VARIANTS, Run
+from tests.enumeration import one_thread
 from tests.project import REPOSITORY, Project
 
 FILE = Path(__file__).with_name("behaviour.json")
@@ -37,10 +39,22 @@ def versions() -> dict[str, int]:
 
 
 def of_stage(project: Project, stage: str) -> Behaviour:
+    """What a stage did by the settings of the tests' project, mostly the defaults."""
+    return told(_columns(project, stage), _tensors(project, stage))
+
+
+def of_variant(finished: Path, folder: Path, stage: str, name: str) -> Behaviour:
+    """What a stage does by other settings on the inputs of a finished project, which are copied to `folder`."""
+    with one_thread():
+        run = Run(finished, folder, stage, name)
+    return told(run.columns(), run.tensors())
+
+
+def told(columns: Iterator[tuple[str, Any]], tensors: Iterator[tuple[str, npt.NDArray[Any]]]) -> Behaviour:
     """The hash of what must be equal, and the numbers that must be close."""
     exact: dict[str, Any] = {}
     numbers: dict[str, list[float]] = {}
-    for name, column in _columns(project, stage):
+    for name, column in columns:
         values = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
         flat = values.flatten() if pa.types.is_list(values.type) else values
         if pa.types.is_floating(flat.type):
@@ -48,7 +62,7 @@ def of_stage(project: Project, stage: str) -> Behaviour:
             numbers[name] = summary(flat.drop_null().to_numpy())
         else:
             exact[name] = [str(values.type), values.to_pylist()]
-    for name, array in _tensors(project, stage):
+    for name, array in tensors:
         exact[name] = [str(array.dtype), list(array.shape)]
         numbers[name] = summary(array.astype(np.float64).ravel())
     content = json.dumps(exact, sort_keys=True).encode()
@@ -103,8 +117,16 @@ def main() -> None:
     from tests.conftest import finish
 
     with tempfile.TemporaryDirectory() as folder:
-        project = finish(Path(folder) / "project")
-        found = {stage: {"version": version, **of_stage(project, stage)} for stage, version in versions().items()}
+        write(finish(Path(folder) / "project"), Path(folder))
+
+
+def write(project: Project, folder: Path) -> None:
+    """Write what the stages of a finished project did, and do by other settings."""
+    found = {stage: {"version": version, **of_stage(project, stage)} for stage, version in versions().items()}
+    for stage, variants in VARIANTS.items():
+        found[stage]["variants"] = {
+            name: of_variant(project.root, folder / stage / name, stage, name) for name in variants
+        }
     FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"wrote {FILE.relative_to(REPOSITORY)}")
 

@@ -1,13 +1,15 @@
 """A stage whose results change has its number in algorithms.yaml raised."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rloo_pipeline.layout import STAGES
-from tests.contract.behaviour import FILE, Behaviour, close, of_stage, summary, versions
+from tests.contract.behaviour import FILE, Behaviour, close, of_stage, of_variant, summary, versions
+from tests.contract.variants import VARIANTS
 from tests.project import Project
 
 REGENERATE = "python -m tests.contract.behaviour"
@@ -46,6 +48,15 @@ def test_behaviour(finished_project: Project, stage: str) -> None:
     stored = json.loads(FILE.read_text(encoding="utf-8"))
     found = complaint(stage, stored[stage], versions()[stage], of_stage(finished_project, stage))
     assert found is None, found
+
+
+@pytest.mark.parametrize(("stage", "name"), [(stage, name) for stage in VARIANTS for name in VARIANTS[stage]])
+def test_behaviour_by_other_settings(finished_project: Project, tmp_path: Path, stage: str, name: str) -> None:
+    stored = json.loads(FILE.read_text(encoding="utf-8"))[stage]
+    assert list(stored["variants"]) == sorted(VARIANTS[stage])
+    variant = {"version": stored["version"], **stored["variants"][name]}
+    found = complaint(stage, variant, versions()[stage], of_variant(finished_project.root, tmp_path, stage, name))
+    assert found is None, f"with the settings {name}: {found}"
 
 
 def test_changed_results_are_complained_of() -> None:
