@@ -59,6 +59,7 @@ def main() -> None:
 def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
     """What surrounds every stage: checked params, the locks, threads and the network as they should be."""
     from rloo_pipeline import gpu
+    from rloo_pipeline.dvc_files import back_up
     from rloo_pipeline.process import die_with_dvc, exclusive
     from rloo_pipeline.sources import check_listed
 
@@ -71,6 +72,7 @@ def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     with exclusive(layout, name), gpu.exclusive(layout, name) if name.split()[0] in gpu.STAGES else nullcontext():
+        back_up(layout)
         yield layout, params
 
 

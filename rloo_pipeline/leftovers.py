@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_pipeline.config import Params
+from rloo_pipeline.dvc_files import mend
 from rloo_pipeline.files import remove
 from rloo_pipeline.layout import INITIAL, Layout, note_of
 from rloo_pipeline.process import exclusive
@@ -32,11 +33,13 @@ class Leftover:
 
 
 def clean(layout: Layout, params: Params, *, everything: bool, dry_run: bool) -> None:
-    """Remove leftovers and say which; `everything`: what a next run could go on from too.
+    """Remove leftovers, mend what a killed DVC left, and say so; `everything`: what a next run could go on from too.
 
     Raises Busy, a UserError, while a stage runs.
     """
     with exclusive(layout, "clean"):
+        for line in mend(layout, dry_run=dry_run):
+            print(line)
         found = sorted(find(layout, params, everything=everything), key=lambda item: item.path)
         total = sum(item.size for item in found)
         for item in found:
