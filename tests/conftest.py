@@ -57,10 +57,11 @@ def finished_project(finished_pair: tuple[Project, Project]) -> Project:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended and what it wrote to standard error."""
+    """How a command ended and what it wrote."""
 
     code: int
     stderr: str
+    stdout: str = ""
 
 
 CommandLine = Callable[..., Outcome]
@@ -78,6 +79,7 @@ def rloo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         with mock.patch.dict(os.environ), pytest.raises(SystemExit) as ended:
             main()
         code = ended.value.code
-        return Outcome(code if isinstance(code, int) else 0 if code is None else 1, capsys.readouterr().err)
+        written = capsys.readouterr()
+        return Outcome(code if isinstance(code, int) else 0 if code is None else 1, written.err, written.out)
 
     return call
