@@ -1,0 +1,300 @@
+"""MLflow holds what a project's files say: once, completely, wherever the project stands."""
+
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from mlflow.entities import Metric
+from mlflow.tracking import MlflowClient
+
+from rloo_pipeline.config import load_params
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import STAGES, Layout
+from rloo_pipeline.stages import dispatch
+from rloo_pipeline.tracking import Tracked, run_id, run_url
+from rloo_pipeline.tracking import track as track_layout
+from rloo_pipeline.tracking.find import Found, find
+from tests.conftest import CommandLine
+from tests.project import Project
+
+PREFECT_RUN = "0f4a3c52-9d1b-4a77-8c39-5e2f6b7d8a90"
+
+
+def track(project: Project, **options: bool) -> Tracked:
+    return track_layout(Layout(project.root), load_params(project.root / "params.yaml"), **options)
+
+
+def client(project: Project) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{project.root}/mlflow.db")
+
+
+def runs(project: Project) -> list[Any]:
+    experiment = client(project).get_experiment_by_name("rloo")
+    return list(client(project).search_runs([experiment.experiment_id]))
+
+
+def points(project: Project, run: str) -> list[Metric]:
+    """Every point of a run as the store has it, duplicates and all."""
+    keys = client(project).get_run(run).data.metrics
+    return [point for key in keys for point in client(project).get_metric_history(run, key)]
+
+
+def told_by_files(project: Project) -> dict[tuple[str, int], float]:
+    """(stage/name, iteration) of every metric in metrics/."""
+    found = {}
+    for path in (project.root / "metrics").glob("*/*.json"):
+        for name, value in json.loads(path.read_text()).items():
+            found[f"{path.parent.name}/{name.replace('@', '_at_')}", int(path.stem)] = value
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "RLOO_PREFECT_FLOW_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def tracked(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A finished project in git after three calls of `track`. Not to be written to."""
+    project = finished_project.copy(tmp_path_factory.mktemp("tracking") / "my project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        for _ in range(3):
+            track(project)
+    return project
+
+
+@pytest.fixture
+def copy(tracked: Project, tmp_path: Path) -> Project:
+    """A copy of the tracked project to work on."""
+    return tracked.copy(tmp_path / "copy")
+
+
+def test_every_metric_once_at_its_iteration(tracked: Project) -> None:
+    (run,) = runs(tracked)
+    found = points(tracked, run.info.run_id)
+    assert max(Counter((point.key, point.step) for point in found).values()) == 1
+    of_stages = {(point.key, point.step): point.value for point in found if point.key.split("/")[0] in STAGES}
+    assert of_stages == told_by_files(tracked)
+    assert ("evaluate/reward", 0) in of_stages
+    seconds = {point.step: point.value for point in found if point.key == "timings/update/seconds"}
+    assert seconds == {step: tracked.json(f"timings/update/000{step}.json")["seconds"] for step in (1, 2)}
+    cpu = [point.value for point in found if point.key == "system/update/cpu_utilization_percentage_mean"]
+    assert len(cpu) == 2
+    assert all(0 <= value <= 100 for value in cpu)
+
+
+def test_the_run_tells_params_name_and_end(tracked: Project) -> None:
+    (run,) = runs(tracked)
+    assert run.info.run_name.startswith("my project 20")
+    assert run.info.status == "FINISHED"
+    assert run.data.params["update.learning_rate"] == "0.001"
+    assert run.data.params["rewards.letters.weight"] == "1.0"
+    assert run_id(Layout(tracked.root)) == run.info.run_id
+    assert run_url(Layout(tracked.root)) is None
+
+
+def test_prompt_sets_are_inputs(tracked: Project) -> None:
+    (run,) = runs(tracked)
+    found = {item.dataset.name: (item.dataset.digest, item.tags[0].value) for item in run.inputs.dataset_inputs}
+    for split in ("train", "eval"):
+        metadata = pq.read_metadata(tracked.root / f"artifacts/prompts/{split}.parquet").metadata
+        assert found[split] == (metadata[b"fingerprint"].decode()[:36], split)
+    assert len(run.inputs.dataset_inputs) == 2
+
+
+def test_checkpoints_are_models_with_the_metrics_of_their_iteration(tracked: Project) -> None:
+    (run,) = runs(tracked)
+    models = client(tracked).search_logged_models([run.info.experiment_id])
+    assert sorted(model.name for model in models) == ["policy-0000", "policy-0001", "policy-0002"]
+    outputs = {out["path"]: out["md5"] for stage in tracked.lock()["stages"].values() for out in stage["outs"]}
+    for model in models:
+        iteration = model.name.removeprefix("policy-")
+        path = f"artifacts/policy/{iteration}/model"
+        fingerprint = tracked.json(f"{path}/manifest.json")["fingerprint"]
+        assert model.params == {"iteration": iteration, "path": path, "fingerprint": fingerprint}
+        assert model.tags["dvc.md5"] == outputs[path]
+        assert model.tags["mlflow.model.isExternal"].lower() == "true"
+        assert model.source_run_id == run.info.run_id
+        of_iteration = {key: value for (key, step), value in told_by_files(tracked).items() if step == int(iteration)}
+        assert {metric.key: metric.value for metric in model.metrics} == of_iteration
+        assert len(model.metrics) == len(of_iteration)
+
+
+def test_the_best_by_held_out_reward_has_the_alias(tracked: Project) -> None:
+    rewards = {i: tracked.json(f"metrics/evaluate/{i}.json")["reward"] for i in ("0000", "0001", "0002")}
+    best = max(rewards, key=lambda iteration: rewards[iteration])
+    version = client(tracked).get_model_version_by_alias("rloo-my-project", "best")
+    assert version.tags["fingerprint"] == tracked.json(f"artifacts/policy/{best}/model/manifest.json")["fingerprint"]
+    assert len(client(tracked).search_model_versions("name = 'rloo-my-project'")) == 1
+
+
+def test_mlflow_twice(copy: Project) -> None:
+    (run,) = runs(copy)
+    before = points(copy, run.info.run_id)
+    assert copy.repro() == []
+    dispatch.run("evaluate", Layout(copy.root), load_params(copy.root / "params.yaml"), "0002")
+    assert copy.repro() == []
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: track(copy), range(2)))
+    assert {item.run_id for item in both} == {run.info.run_id}
+    copy.change("execution.generation_batch_size", 7)
+    track(copy)
+    copy.change("execution.generation_batch_size", 9)
+    for _ in range(2):
+        track(copy)
+    (run,) = runs(copy)
+    assert run.data.params["execution.generation_batch_size"] == "64"
+    assert run.data.tags["changed.execution.generation_batch_size"] == "64 -> 7 -> 9"
+    assert sorted(map(str, points(copy, run.info.run_id))) == sorted(map(str, before))
+
+
+def test_other_results_begin_a_new_run_and_the_old_ones_return_to_theirs(copy: Project) -> None:
+    (first,) = runs(copy)
+    path = copy.root / "metrics/evaluate/0002.json"
+    old = path.read_text()
+    path.write_text(json.dumps({**json.loads(old), "reward": 0.9375}))
+    second = track(copy)
+    assert second.new_run
+    assert {run.info.run_id for run in runs(copy)} == {first.info.run_id, second.run_id}
+    for run, reward in ((first.info.run_id, json.loads(old)["reward"]), (second.run_id, 0.9375)):
+        assert [p.value for p in points(copy, run) if (p.key, p.step) == ("evaluate/reward", 2)] == [reward]
+    path.write_text(old)
+    third = track(copy)
+    assert (third.run_id, third.new_points) == (first.info.run_id, 0)
+    assert run_id(Layout(copy.root)) == first.info.run_id
+
+
+def test_mlflow_store(copy: Project, tmp_path: Path) -> None:
+    before = run_id(Layout(copy.root))
+    moved = Project(copy.root.rename(tmp_path / "moved away"))
+    # In a process of its own, as MLflow keeps the places of artifacts as long as the process lives.
+    assert moved.rloo("track", "--copy-models").stdout.startswith(f"run {before}: 0 new points\n")
+    (run,) = runs(moved)
+    assert run.info.run_id == before
+    artifacts = moved.root / "mlartifacts"
+    assert Path(run.info.artifact_uri).is_relative_to(artifacts)
+    assert Path(client(moved).get_experiment_by_name("rloo").artifact_location) == artifacts
+    for model in client(moved).search_logged_models([run.info.experiment_id]):
+        assert Path(model.artifact_location).is_relative_to(artifacts)
+        stored = Path(model.artifact_location) / "model.safetensors"
+        assert stored.read_bytes() == (moved.root / model.params["path"] / "model.safetensors").read_bytes()
+        assert model.tags["rloo.copied"] == "true"
+    version = client(moved).get_model_version_by_alias("rloo-my-project", "best")
+    uri = client(moved).get_model_version_download_uri(version.name, version.version)
+    assert (Path(uri) / "MLmodel").is_file()
+    assert Path(uri).is_relative_to(artifacts)
+    assert not copy.root.exists()
+
+
+def test_mlflow_nan(copy: Project) -> None:
+    (copy.root / "mlflow.db").unlink()
+    metrics = copy.json("metrics/update/0002.json")
+    (copy.root / "metrics/update/0002.json").write_text(json.dumps({**metrics, "loss": None}))
+    provenance = copy.json("provenance/update/0002.json")
+    (copy.root / "provenance/update/0002.json").write_text(json.dumps({**provenance, "not_finite": {"loss": "nan"}}))
+    for _ in range(2):
+        assert track(copy).not_finite == ("update/loss of 0002: nan",)
+    (run,) = runs(copy)
+    assert run.data.tags["rloo.not_finite"] == "update/loss of 0002: nan"
+    found = {(p.key, p.step): p.value for p in points(copy, run.info.run_id) if p.key.split("/")[0] in STAGES}
+    assert found == {key: value for key, value in told_by_files(copy).items() if key != ("update/loss", 2)}
+
+
+def test_a_lost_database_is_made_again(copy: Project) -> None:
+    lost = run_id(Layout(copy.root))
+    (copy.root / "mlflow.db").unlink()
+    done = track(copy)
+    assert done.new_run
+    assert done.run_id != lost
+    (run,) = runs(copy)
+    found = points(copy, run.info.run_id)
+    assert {(p.key, p.step): p.value for p in found if p.key.split("/")[0] in STAGES} == told_by_files(copy)
+
+
+def test_a_run_deleted_in_the_ui_is_not_written_to(copy: Project) -> None:
+    (deleted,) = runs(copy)
+    client(copy).delete_run(deleted.info.run_id)
+    assert track(copy).run_id != deleted.info.run_id
+
+
+def test_a_stage_tracks_at_its_end_and_outlives_a_server_that_is_down(
+    copy: Project, rloo: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copy.root / "mlflow.db").unlink()
+    copy.change("execution.tracking", True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    outcome = rloo(copy, "evaluate", "0002")
+    assert outcome.code == 0
+    (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("mlflow: ")]
+    assert line.startswith("mlflow: http://127.0.0.1:9 took nothing (")
+    assert line.endswith("`rloo track` makes up for it")
+    assert copy.json("timings/evaluate/0002.json")["system"]["process_memory_megabytes_max"] > 0
+    outcome = rloo(copy, "track")
+    assert outcome.code == 2
+    assert outcome.stderr.startswith("error: mlflow at http://127.0.0.1:9: ")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert rloo(copy, "evaluate", "0002").code == 0
+    (run,) = runs(copy)
+    found = points(copy, run.info.run_id)
+    assert {(p.key, p.step): p.value for p in found if p.key.split("/")[0] in STAGES} == told_by_files(copy)
+
+
+def test_light_stages_do_not_track(copy: Project, rloo: CommandLine) -> None:
+    (copy.root / "mlflow.db").unlink()
+    copy.change("execution.tracking", True)
+    assert rloo(copy, "advantages", "0002").code == 0
+    assert not (copy.root / "mlflow.db").exists()
+
+
+def commit(project: Project) -> str:
+    project.run("git", "add", ".")
+    project.run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "state")
+    return project.run("git", "rev-parse", "HEAD").stdout.strip()
+
+
+def test_each_id_finds_the_other_three(copy: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(copy.root)
+    (run,) = runs(copy)
+    monkeypatch.setenv("RLOO_PREFECT_FLOW_RUN_ID", PREFECT_RUN)
+    track(copy)
+    revision = commit(copy)
+    found = find(layout, "HEAD")
+    assert found.dvc_lock is not None
+    assert found == Found(revision, found.dvc_lock, PREFECT_RUN, run.info.run_id)
+    file_hash = copy.run("sha256sum", "dvc.lock").stdout[:64]
+    for name in (revision[:10], found.dvc_lock, found.dvc_lock[:8], file_hash, PREFECT_RUN, run.info.run_id):
+        assert find(layout, name) == found
+    with pytest.raises(UserError, match="no git revision"):
+        find(layout, "deadbeefdeadbeef")
+    # Ids are in no file that DVC or git keeps.
+    for path in ("dvc.lock", "dvc.yaml", "params.yaml"):
+        assert run.info.run_id not in (copy.root / path).read_text()
+    assert ".rloo" not in copy.run("git", "ls-files").stdout
+
+    # A clone without .rloo asks the store.
+    copy.run("git", "clone", "-q", str(copy.root), str(tmp_path / "clone"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy.root}/mlflow.db")
+    for name in (found.dvc_lock, PREFECT_RUN, run.info.run_id):
+        assert find(Layout(tmp_path / "clone"), name).mlflow_run == run.info.run_id
+
+
+def test_an_older_revision_finds_the_run_whose_metrics_it_names(copy: Project) -> None:
+    """Two runs in one project: each revision's dvc.lock tells which one it belongs to."""
+    (first,) = runs(copy)
+    before = commit(copy)
+    copy.change("evaluate.samples_per_prompt", 3)
+    dispatch.run("evaluate", Layout(copy.root), load_params(copy.root / "params.yaml"), "0000")
+    copy.run("dvc", "commit", "--force", "evaluate_initial")
+    second = track(copy)
+    after = commit(copy)
+    assert second.new_run
+    layout = Layout(copy.root)
+    assert (find(layout, before).mlflow_run, find(layout, after).mlflow_run) == (first.info.run_id, second.run_id)
+    assert find(layout, find(layout, before).dvc_lock or "").mlflow_run == first.info.run_id
+    assert find(layout, first.info.run_id).git_revision == before

@@ -1,0 +1,154 @@
+"""What the project's files say, before any store is asked: keys, parameters, secrets, outdated and NaN records."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from rloo_pipeline.config import Params
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.files import write_json
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.stages.context import Record, make_context
+from rloo_pipeline.system import watched
+from rloo_pipeline.tracking.files import flat_params, metric_key, read_contents
+from rloo_pipeline.tracking.outdated import outdated_records
+from rloo_pipeline.tracking.secrets import hide, hide_in_url
+from tests.project import PARAMS
+
+
+def params_with(**sections: Any) -> Params:
+    return TypeAdapter(Params).validate_python({**PARAMS, **sections})
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("evaluate/pass@4", "evaluate/pass_at_4"),
+        ("logprobs/gap/token_max", "logprobs/gap/token_max"),
+        ("rewards/reward/a-b.c", "rewards/reward/a-b.c"),
+        ("rewards/reward/a+b", "rewards/reward/a_b"),
+    ],
+)
+def test_metric_keys_are_those_that_mlflow_takes(key: str, expected: str) -> None:
+    assert metric_key(key) == expected
+
+
+def test_params_of_all_sections_by_dotted_path() -> None:
+    flat = flat_params(params_with())
+    assert flat["seed"] == "3"
+    assert flat["iterations.0002.previous"] == "0001"
+    assert flat["update.learning_rate"] == "0.001"
+    assert flat["evaluate.pass_k"] == "[1]"
+    assert flat["policy.revision"] == "null"
+    assert flat["rewards.letters.function"] == "reward.py:score"
+    assert {key.split(".")[0] for key in flat} == set(Params.model_fields)
+
+
+def test_secrets_are_hidden() -> None:
+    kwargs = {"api_key": "s3cret", "url": "https://me:s3cret@host/v1?token=s3cret&n=1", "max_tokens": 5}
+    kwargs |= {"headers": {"Authorization": "Bearer s3cret"}}
+    flat = flat_params(params_with(rewards=[{"name": "mine", "function": "reward.py:score", "kwargs": kwargs}]))
+    assert "s3cret" not in json.dumps(flat)
+    shown = json.loads(flat["rewards.mine.kwargs"])
+    assert shown["max_tokens"] == 5
+    assert shown["url"] == "https://host/v1?token=(hidden)&n=1"
+    assert flat["rollouts.max_tokens"] == "6"
+    assert hide("hf_token", None) == "null"
+    assert hide_in_url("http://user:s3cret@127.0.0.1:5000/x") == "http://127.0.0.1:5000/x"
+
+
+def record(layout: Layout, stage: str, iteration: str, inputs: dict[str, str], output: str = "") -> None:
+    write_json(layout.provenance(stage, iteration), {"inputs": inputs, "output": output})
+    write_json(layout.metrics(stage, iteration), {"value": 1.0})
+
+
+def model(layout: Layout, iteration: str, fingerprint: str) -> None:
+    write_json(layout.model(iteration) / "manifest.json", {"fingerprint": fingerprint})
+
+
+def chain(root: Path) -> Layout:
+    """Two whole iterations: rollouts, update and evaluation each, made from one another."""
+    layout = Layout(root)
+    for iteration, previous in (("0001", "0000"), ("0002", "0001")):
+        record(layout, "rollouts", iteration, {"policy": f"p{previous}"}, f"r{iteration}")
+        record(layout, "update", iteration, {"policy": f"p{previous}", "rollouts": f"r{iteration}"})
+        record(layout, "evaluate", iteration, {"policy": f"p{iteration}", "reference": "p0000"})
+    for iteration in ("0000", "0001", "0002"):
+        model(layout, iteration, f"p{iteration}")
+    return layout
+
+
+def test_nothing_is_outdated_in_a_whole_chain(tmp_path: Path) -> None:
+    assert outdated_records(chain(tmp_path), params_with()) == set()
+
+
+def test_another_update_makes_all_that_came_of_it_outdated(tmp_path: Path) -> None:
+    layout = chain(tmp_path)
+    model(layout, "0001", "another")
+    expected = {("evaluate", "0001"), ("rollouts", "0002"), ("update", "0002"), ("evaluate", "0002")}
+    assert outdated_records(layout, params_with()) == expected
+
+
+def test_other_rollouts_make_the_update_outdated(tmp_path: Path) -> None:
+    layout = chain(tmp_path)
+    record(layout, "rollouts", "0002", {"policy": "p0001"}, "another")
+    assert outdated_records(layout, params_with()) == {("update", "0002"), ("evaluate", "0002")}
+
+
+def test_outdated_records_are_not_tracked(tmp_path: Path) -> None:
+    layout = chain(tmp_path)
+    model(layout, "0001", "another")
+    contents = read_contents(layout, params_with())
+    assert {(point.key, point.step) for point in contents.points} == {("rollouts/value", 1), ("update/value", 1)}
+    assert not contents.complete
+    assert [(item.iteration, item.fingerprint) for item in contents.checkpoints] == [("0001", "another")]
+
+
+def test_pruned_weights_make_nothing_outdated(tmp_path: Path) -> None:
+    layout = chain(tmp_path)
+    (layout.model("0001") / "manifest.json").unlink()
+    assert outdated_records(layout, params_with()) == set()
+    assert read_contents(layout, params_with()).checkpoints[0].fingerprint == "p0001"
+
+
+def test_a_broken_metrics_file_is_named(tmp_path: Path) -> None:
+    layout = chain(tmp_path)
+    layout.metrics("update", "0001").write_text("{")
+    with pytest.raises(UserError, match=r"metrics/update/0001\.json: not readable as JSON"):
+        read_contents(layout, params_with())
+
+
+def test_a_metric_that_is_not_finite_is_null_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = Layout(tmp_path)
+    stage = Record(make_context(params_with(), layout, "0001"), "update", {}, {})
+    stage.metrics |= {"loss": math.nan, "norm": -math.inf, "step": 1.0}
+    stage.finish({}, "fingerprint")
+    assert json.loads(layout.metrics("update", "0001").read_text()) == {"loss": None, "norm": None, "step": 1.0}
+    told = json.loads(layout.provenance("update", "0001").read_text())
+    assert told["not_finite"] == {"loss": "nan", "norm": "-inf"}
+    assert "warning: update 0001: metric loss is nan" in capsys.readouterr().err
+    contents = read_contents(layout, params_with())
+    assert contents.not_finite == ("update/loss of 0001: nan", "update/norm of 0001: -inf")
+    assert [point.key for point in contents.points if not point.measured] == ["update/step"]
+
+
+def test_system_metrics_are_added_to_the_timings(tmp_path: Path) -> None:
+    timings = tmp_path / "timings.json"
+    with watched(timings):
+        write_json(timings, {"seconds": 1.5})
+    values = json.loads(timings.read_text())
+    assert values["seconds"] == 1.5
+    system = values["system"]
+    for name in ("cpu_utilization_percentage", "system_memory_usage_megabytes", "process_memory_megabytes"):
+        assert 0 <= system[f"{name}_mean"] <= system[f"{name}_max"]
+    assert system["process_memory_megabytes_mean"] > 10
+    assert system["cpu_utilization_percentage_max"] <= 100
+
+
+def test_a_failing_stage_fails_as_itself(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="mine"), watched(tmp_path / "timings.json"):
+        raise UserError("mine")
