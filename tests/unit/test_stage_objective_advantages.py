@@ -150,11 +150,10 @@ def test_metrics_by_hand():
 
 
 def test_metrics_of_advantages_are_over_the_rows_trained_on():
-    """batch_mean of 1, 0, 4, 1: advantages -2/3, -2, 10/3, -2/3."""
-    metrics = metrics_of(groups_without_signal="drop", baseline="batch_mean")
-    values = np.array([-2 / 3, -2, 10 / 3, -2 / 3])
-    assert metrics["advantage_mean"] == pytest.approx(values.sum() / 4, abs=1e-12)
-    assert metrics["advantage_std"] == pytest.approx(math.sqrt((values**2).sum() / 4))
+    """Without the flat group and without a baseline they are 1, 0, 4, 1."""
+    metrics = metrics_of(groups_without_signal="drop", baseline="none")
+    assert metrics["advantage_mean"] == pytest.approx(6 / 4)
+    assert metrics["advantage_std"] == pytest.approx(math.sqrt(18 / 4 - 36 / 16))
     assert metrics["reward"] == pytest.approx(10 / 6)
 
 
