@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_pipeline import outcome
+from rloo_pipeline.errors import UserError
 
 LEASH = Path(__file__).with_name("leash.py")
 SECONDS_TO_DIE = 5.0
@@ -56,6 +57,17 @@ def changed(root: Path, *, allow_missing: bool = False) -> set[str]:
         raise _failure("status", code, lines, None)
     stages = json.loads(next((line for line in reversed(lines) if line.startswith("{")), "{}"))
     return {stage for stage, entries in stages.items() if not (allow_missing and _only_missing(entries))}
+
+
+def check_remote(root: Path, remote: str) -> None:
+    """Raises UserError if the project has no DVC remote of this name."""
+    code, lines = _run(root, ["remote", "list"], lambda line: None, {})
+    if code:
+        raise _failure("remote list", code, lines, None)
+    known = [line.split()[0] for line in lines]
+    if remote not in known:
+        names = ", ".join(known) or "none"
+        raise UserError(f"target {remote}: no such DVC remote; there are: {names}; `dvc remote add` makes one")
 
 
 def push(root: Path, remote: str, say: Say) -> None:

@@ -23,6 +23,7 @@ from rloo_pipeline.layout import Layout
 
 SECONDS_BETWEEN_TRIES = [10, 60, 300]
 SECONDS_FOR_A_SERVER = 120
+LOCAL = "local"
 RUN_ID = "RLOO_PREFECT_FLOW_RUN_ID"  # tells the stages which flow run they belong to
 
 # DVC alone decides what is skipped.
@@ -47,7 +48,7 @@ def training(
     iterations: int | None = None,
     extend_by: int = 0,
     overrides: dict[str, Any] | None = None,
-    target: str = "local",
+    target: str = LOCAL,
     project: str = ".",
     allow_missing: bool = False,
 ) -> None:
@@ -63,7 +64,7 @@ def training(
     """
     node.end_with_worker()
     os.environ[RUN_ID] = str(flow_run.id)
-    params_task(project, overrides or {}, iterations, extend_by)
+    params_task(project, overrides or {}, iterations, extend_by, target)
     opening, unfinished = status_task(project, allow_missing)
     for name in opening:
         run_stage(project, name, allow_missing)
@@ -72,7 +73,7 @@ def training(
         iteration_task.with_options(task_run_name=f"iteration {iteration}")(project, iteration, allow_missing)
     if not unfinished:
         run_stage(project, chain.LAST, allow_missing)
-    if target != "local":
+    if target != LOCAL:
         push_task(project, target)
 
 
@@ -112,8 +113,10 @@ def iteration_task(project: str, iteration: str, allow_missing: bool) -> None:
 
 
 @task(name="params", task_run_name="params", **TRIES)
-def params_task(project: str, overrides: dict[str, Any], iterations: int | None, extend_by: int) -> None:
-    """Write the run's settings into params.yaml."""
+def params_task(project: str, overrides: dict[str, Any], iterations: int | None, extend_by: int, target: str) -> None:
+    """Write the run's settings into params.yaml; first see that the target is there, before hours of training."""
+    if target != LOCAL:
+        dvc.check_remote(Path(project), target)
     params = settings.change(Layout(Path(project)), overrides, iterations, extend_by)
     _log(f"params.yaml: {len(params.iterations)} iterations; set: {overrides or 'nothing'}")
 
@@ -164,6 +167,8 @@ def plainly(
         for name in stages:
             dvc.repro(root, name, say, allow_missing=allow_missing)
 
+    if target != LOCAL:
+        dvc.check_remote(root, target)
     params = settings.change(Layout(root), overrides, iterations, extend_by)
     opening, unfinished = chain.to_run(root, params, allow_missing=allow_missing)
     run(opening)
@@ -171,7 +176,7 @@ def plainly(
         run(chain.of_iteration(iteration))
     if not unfinished:
         run([chain.LAST])
-    if target != "local":
+    if target != LOCAL:
         dvc.push(root, target, say)
 
 
@@ -179,7 +184,7 @@ def main(
     iterations: Annotated[int | None, typer.Option(help="How many iterations the chain shall have.")] = None,
     extend_by: Annotated[int, typer.Option(help="How many to add; an unfinished chain is finished instead.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="For params.yaml: advantages.beta=0.1")] = None,
-    target: Annotated[str, typer.Option(help="local, or a DVC remote to push to at the end.")] = "local",
+    target: Annotated[str, typer.Option(help="local, or a DVC remote to push to at the end.")] = LOCAL,
     project: Annotated[str, typer.Option(help="The project's folder.")] = ".",
     allow_missing: Annotated[bool, typer.Option(help="As in `dvc repro --allow-missing`.")] = False,
 ) -> None:

@@ -48,7 +48,7 @@ def hold_still(project: Project, stage: str) -> list[psutil.Process]:
 class Scheduler:
     """A server, one work pool `gpu`, and a worker that can be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **extra: str) -> None:
         folder.mkdir()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -62,6 +62,7 @@ class Scheduler:
             PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE="prefect.server.concurrency.lease_storage.filesystem",
             DO_NOT_TRACK="1",
             HOME=str(folder),
+            **extra,
         )
         self.api = httpx.Client(base_url=f"{self.ui}/api", timeout=60)
         self.running: list[subprocess.Popen[bytes]] = []

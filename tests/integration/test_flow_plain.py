@@ -20,13 +20,15 @@ def plainly(project: Project, *arguments: str) -> tuple[int, str]:
 def test_prefect_sqlite(finished_project: Project, tmp_path: Path) -> None:
     """Without a server no server is started and no database made, and the stages run."""
     project = finished_project.copy(tmp_path / "copy")
-    code, said = plainly(project, "--set", "iterations.0002.evaluate=false")
+    project.run("dvc", "remote", "add", "store", str(tmp_path / "store"))
+    code, said = plainly(project, "--set", "iterations.0002.evaluate=false", "--target", "store")
     assert code == 0, said
     assert "> rloo evaluate 0002" in said
     assert "> rloo history" in said
     assert "> rloo rollouts" not in said
     assert not list((project.root / "prefect").rglob("*.db"))
     assert project.run("dvc", "status", "--json").stdout.strip() == "{}"
+    assert project.run("dvc", "status", "--remote", "store", "--json").stdout.strip() == "{}"
 
 
 def test_user_errors_are_told(finished_project: Project, tmp_path: Path) -> None:
@@ -34,12 +36,15 @@ def test_user_errors_are_told(finished_project: Project, tmp_path: Path) -> None
     code, said = plainly(project, "--set", "advantages.betta=1")
     assert code == 2
     assert "error: params.yaml: advantages.betta: there is no such key" in said
+    code, said = plainly(project, "--target", "nowhere")
+    assert code == 2
+    assert "error: target nowhere: no such DVC remote; there are: none" in said
 
 
 def test_a_user_error_in_a_stage_is_not_tried_again(finished_project: Project, tmp_path: Path) -> None:
     """DVC's exit status is 255 for every failure; the stage's own message and kind come through."""
     project = finished_project.copy(tmp_path / "copy")
-    project.change("rewards.0.function", "reward.py:missing")
+    project.change("rewards", [{"name": "letters", "function": "reward.py:missing"}])
     lines: list[str] = []
     with pytest.raises(dvc.Failed, match=r"rewards@0001: reward letters: .*missing") as failed:
         dvc.repro(project.root, "rewards@0001", lines.append)

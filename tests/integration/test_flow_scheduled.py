@@ -14,6 +14,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from rloo_pipeline.layout import Layout
+from rloo_pipeline.tracking.book import Run, write_runs
 from tests.browser import page_text
 from tests.conftest import varied_project
 from tests.project import REPOSITORY, Project
@@ -92,7 +94,9 @@ def story(tmp_path_factory: pytest.TempPathFactory, finished_project: Project) -
     project = varied_project(folder / "node")
     shutil.copytree(REPOSITORY / "flows", project.root / "flows", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(REPOSITORY / "prefect.yaml", project.root / "prefect.yaml")
-    scheduler = Scheduler(folder / "scheduler")
+    # As a run that was tracked on a server is noted; nothing asks that server here.
+    write_runs(Layout(project.root), [Run("http://mlflow.example", "7", "abc")])
+    scheduler = Scheduler(folder / "scheduler", MLFLOW_TRACKING_URI="http://mlflow.example")
     try:
         scheduler.prefect("deploy", "--all", cwd=project.root)
         lost = {**scheduler.env, "CUDA_VISIBLE_DEVICES": "9"}
@@ -185,6 +189,7 @@ def test_artifacts(story: Story) -> None:
         assert f"{mean_reward(story.project, iteration):.4f}".rstrip("0") in found[f"iteration-{iteration}"]["data"]
         assert "update (seconds)" in found[f"iteration-{iteration}"]["data"]
         assert "sample 3" in found[f"groups-{iteration}"]["data"]
+        assert "(http://mlflow.example/#/experiments/7/runs/abc)" in found[f"mlflow-{iteration}"]["data"]
 
 
 def test_the_ui_shows_run_and_metric(story: Story) -> None:
