@@ -55,6 +55,19 @@ def lineage(
 
 
 @app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="[REVISION:]ITERATION", help="As in 0001, or HEAD~1:0001.")],
+    b: Annotated[str, typer.Argument(metavar="[REVISION:]ITERATION", help="As in 0002, or 0001.")],
+    limit: Annotated[int, typer.Option(min=0, help="At most this many examples of each kind; counts are of all.")] = 5,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what differs between two iterations, or between one and what a git revision made of it."""
+    from rloo_pipeline.audit.diff import run
+
+    run(Layout(Path()), a, b, limit, json_output=json_output)
+
+
+@app.command()
 def estimators(iteration: Iteration) -> None:
     """Compare all baselines on an iteration's stored completions, the variance of the gradient included.
 
