@@ -46,8 +46,9 @@ def _encoded(table: pa.Table, content: str) -> bytes:
 def read_table(path: Path, sha256: str | None = None) -> tuple[pa.Table, str]:
     """Read one Parquet file and its fingerprint; raises UserError if it is missing, broken or altered.
 
-    sha256: that of the file's bytes, where it is recorded.
+    sha256: that of the file's bytes, by default what a manifest beside the file tells, if there is one.
     """
+    sha256 = sha256 or _recorded(path)
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
@@ -62,6 +63,13 @@ def read_table(path: Path, sha256: str | None = None) -> tuple[pa.Table, str]:
     if (table.schema.metadata or {}).get(_FINGERPRINT) != content.encode():
         raise UserError(f"{path}: its content is not what was written; {RESTORE}")
     return table, content
+
+
+def _recorded(path: Path) -> str | None:
+    if not path.with_name(fingerprint.MANIFEST).exists():
+        return None
+    found: str | None = read_manifest(path.parent).get("files", {}).get(path.name)
+    return found
 
 
 Entry = tuple[str, int, str]  # file, rows, fingerprint

@@ -20,7 +20,7 @@ from rloo_pipeline.manifest import write_model_manifest
 from rloo_pipeline.policy.initial import fetch
 from rloo_pipeline.policy.load import context_length, load_tokenizer
 from rloo_pipeline.policy.trainer_state import write_initial_state
-from rloo_pipeline.shards import write_table
+from rloo_pipeline.shards import write_shards_manifest, write_table
 from rloo_pipeline.stages.context import Context, Record
 from rloo_pipeline.stages.sampling import tell_filtered
 
@@ -49,7 +49,7 @@ def run(
     check_space(context.layout, work / "model", iterations)
 
     tokenizer, context_tokens = _reading(policy, work / "model")
-    fingerprints = {"policy": policy_fingerprint}
+    fingerprints, entries = {"policy": policy_fingerprint}, []
     for split, table in tables.items():
         try:
             limit = prompt_limit(context_tokens, max_tokens[split], prompts.max_prompt_tokens)
@@ -57,8 +57,10 @@ def run(
         except UserError as error:
             raise UserError(f"prompts.{split}: {error}") from error
         fingerprints[split] = write_table(work / "prompts" / f"{split}.parquet", kept)
+        entries.append((f"{split}.parquet", kept.num_rows, fingerprints[split]))
         record.metrics |= {f"{split}_prompts": kept.num_rows, f"{split}_prompts_filtered": len(filtered)}
         record.notes[f"{split}_filtered"] = filtered
+    write_shards_manifest(work / "prompts", entries, {})
     record.metrics["eval_prompts_also_in_train"] = _shared(tables)
     layout = context.layout
     outputs = {
