@@ -47,7 +47,9 @@ def plan(params: Params, iteration: str | None, stage: str | None) -> list[tuple
     chosen = (INITIAL, *params.iterations) if iteration is None else (iteration,)
     pairs = [(name, item) for item in chosen for name in stages_of(item) if stage in (None, name)]
     if not pairs:
-        raise UserError(f"--stage {stage}: iteration {iteration} has no such stage; it has {stages_of(chosen[0])}")
+        raise UserError(
+            f"--stage {stage}: iteration {iteration} has no such stage; it has {', '.join(stages_of(chosen[0]))}"
+        )
     return pairs
 
 
