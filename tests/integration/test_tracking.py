@@ -217,6 +217,26 @@ def test_a_lost_database_is_made_again(copy: Project) -> None:
     assert {(p.key, p.step): p.value for p in found if p.key.split("/")[0] in STAGES} == told_by_files(copy)
 
 
+def test_points_that_came_before_their_checkpoint_are_linked_to_it(copy: Project) -> None:
+    """`rloo track` in the middle of an iteration, and again at its end."""
+    (copy.root / "mlflow.db").unlink()
+    late = {name: (copy.root / name).read_text() for name in ("metrics/update/0002.json", "metrics/evaluate/0002.json")}
+    for name in late:
+        (copy.root / name).unlink()
+    track(copy)
+    assert [run.info.status for run in runs(copy)] == ["RUNNING"]
+    for name, text in late.items():
+        (copy.root / name).write_text(text)
+    track(copy)
+    (run,) = runs(copy)
+    assert run.info.status == "FINISHED"
+    found = points(copy, run.info.run_id)
+    assert max(Counter((point.key, point.step) for point in found).values()) == 1
+    (model,) = client(copy).search_logged_models([run.info.experiment_id], filter_string="name = 'policy-0002'")
+    of_iteration = {key: value for (key, step), value in told_by_files(copy).items() if step == 2}
+    assert {metric.key: metric.value for metric in model.metrics} == of_iteration
+
+
 def test_a_run_deleted_in_the_ui_is_not_written_to(copy: Project) -> None:
     (deleted,) = runs(copy)
     client(copy).delete_run(deleted.info.run_id)
