@@ -1,5 +1,6 @@
 """Outputs in the DVC cache: which objects they are made of, and which revisions of the project hold them."""
 
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -56,13 +57,14 @@ def recorded_here(root: Path) -> dict[str, str]:
 def other_revisions(root: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Every other branch, tag and DVC experiment by its name, with the outputs that its dvc.lock records."""
     current = (git(root, "symbolic-ref", "-q", "HEAD") or "").strip()
-    for ref in (git(root, "for-each-ref", "--format=%(refname)", "refs/heads", "refs/tags", "refs/exps") or "").split():
-        text = None if ref == current else git(root, "show", f"{ref}:./{LOCK}")
-        if text is not None:
-            kinds = {"heads": "branch", "tags": "tag", "exps": "experiment"}
-            _, kind, name = ref.split("/", 2)
-            short = name.rsplit("/", 1)[-1] if kind == "exps" else name
-            yield f"{kinds[kind]} {short}", recorded(text, f"{ref}:{LOCK}")
+    refs = (git(root, "for-each-ref", "--format=%(refname)", "refs/heads", "refs/tags", "refs/exps") or "").split()
+    for ref in refs:
+        # DVC's other references below refs/exps, as that to the experiment in progress, are no results.
+        found = re.fullmatch("refs/(?:(heads|tags)|exps/[0-9a-f]{2}/[0-9a-f]{38})/(.+)", ref)
+        text = git(root, "show", f"{ref}:./{LOCK}") if found and ref != current else None
+        if found and text is not None:
+            kind = {"heads": "branch", "tags": "tag", None: "experiment"}[found[1]]
+            yield f"{kind} {found[2]}", recorded(text, f"{ref}:{LOCK}")
 
 
 def files_of(repo: "Repo", md5: str) -> dict[str, str] | None:
