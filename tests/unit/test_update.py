@@ -119,7 +119,7 @@ def test_totals_hold_every_rows_logprobs_and_the_entropy():
     expected = score(model, rows.prompts_N, rows.completions_N, TEMPERATURE, 1000, Counter())
     for got_T, expected_T in zip(totals.logprobs_N, expected, strict=True):
         np.testing.assert_allclose(got_T, expected_T, atol=1e-4)
-    assert 0 < totals.entropy < 24 * math.log(258)
+    assert totals.entropy == pytest.approx(24 * mean_entropy(make_model().double(), rows), rel=1e-5)
 
 
 def test_loss_zero():
