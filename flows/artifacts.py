@@ -1,6 +1,7 @@
 """What Prefect shows of an iteration: its figures, and a few groups with their completions side by side."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ FIGURES = {
 }
 GROUPS = 3
 CHARACTERS = 600
+PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
 
 
 def figures(layout: Layout, params: Params, iteration: str) -> list[dict[str, Any]]:
@@ -50,7 +52,7 @@ def _group(group: dict[str, Any], completions: Any) -> str:
     rows = completions.to_pylist()
     lines = [
         f"### Prompt {plain(group['prompt_id'])}",
-        plain(group["prompt_text"]),
+        plain(group["prompt_text"].strip()),
         "",
         "| |" + "".join(f" sample {row['sample_index']} |" for row in rows),
         "| --- |" + " --- |" * len(rows),
@@ -68,17 +70,9 @@ def _cell(value: Any) -> str:
 def plain(text: str) -> str:
     """Any text as Markdown that shows just this text: a model's output must not become a link, a table or HTML.
 
-    All but letters, digits and spaces become character references; what has no glyph shows as U+FFFD.
+    A backslash stands before all punctuation. What has no glyph of its own shows as U+FFFD, a new line as an arrow.
     """
     if len(text) > CHARACTERS:
         text = f"{text[:CHARACTERS]} ... ({len(text)} characters)"
-    text = text.replace("\n", "\u21b5")
-    return "".join(_character(character) for character in text)
-
-
-def _character(character: str) -> str:
-    if character == " " or (character.isascii() and character.isalnum()):
-        return character
-    if not character.isprintable():
-        return "&#65533;"
-    return f"&#{ord(character)};"
+    text = "".join(character if character.isprintable() else "\ufffd" for character in text.replace("\n", "\u21b5"))
+    return PUNCTUATION.sub(r"\\\g<0>", text)

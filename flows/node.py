@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.concurrency.sync import concurrency
@@ -16,7 +17,8 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from rloo_pipeline import gpu
 
 SECONDS_OF_A_LEASE = 60  # the least that a server accepts: how long the slot of a lost machine stays taken
-SECONDS_TO_END = 6.0
+SECONDS_TO_END_STAGES = 5.0
+SECONDS_TO_END = 60.0
 
 
 def limits() -> list[str]:
@@ -48,11 +50,16 @@ def end_with_worker() -> None:
     if "PREFECT__FLOW_RUN_ID" not in os.environ:
         return
     worker = os.getppid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker in the background is deaf to it
 
     def watch() -> None:
         while os.getppid() == worker:
             time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)  # Prefect tells the server that the run crashed and gives its slot back
+        # Unlike SIGTERM this lets Prefect tell the server of the crash and give the slot back before the process ends.
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(SECONDS_TO_END_STAGES)
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
         time.sleep(SECONDS_TO_END)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed
 from prefect.tasks import Task
+from prefect.transactions import CommitMode, transaction
 
 from flows import artifacts, chain, dvc, node, settings
 from rloo_pipeline import gpu
@@ -109,7 +110,9 @@ def stage_task(project: str, name: str, allow_missing: bool) -> State[None]:
 @task(name="iteration", **NO_MEMORY)
 def iteration_task(project: str, iteration: str, allow_missing: bool) -> None:
     """Run one iteration as a subflow."""
-    one_iteration(project, iteration, allow_missing)
+    # A finished stage stays finished if a later one fails: Prefect shall not roll it back.
+    with transaction(commit_mode=CommitMode.EAGER):
+        one_iteration(project, iteration, allow_missing)
 
 
 @task(name="params", task_run_name="params", **TRIES)
