@@ -1,3 +1,4 @@
+import errno
 import shutil
 from collections import namedtuple
 
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rloo_pipeline.disk import check_space, parameters
+from rloo_pipeline.disk import check_space, parameters, refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
 from tests.tiny import make_model
@@ -65,3 +66,39 @@ def test_no_iteration_always_fits(model, free, capsys):
     free(0)
     check_space(Layout(model), model, 0)
     assert "0 iterations will write about 0.0 GiB" in capsys.readouterr().err
+
+
+def of_safetensors():
+    from safetensors import SafetensorError
+
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def of_a_copied_tree():
+    raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")])
+
+
+def of_the_system():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("fail", [of_safetensors, of_a_copied_tree, of_the_system])
+def test_a_full_disk_is_told_whoever_meets_it(fail, free, tmp_path):
+    free(3 * 2**19)
+    with pytest.raises(UserError) as caught, refusals_told(tmp_path / "not" / "there.bin"):
+        fail()
+    assert str(caught.value).startswith(f"{tmp_path}/not/there.bin: the disk is full (1.5 MiB free); make room")
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EXDEV, errno.EIO])
+def test_a_refusal_names_the_file_that_the_system_names(number, tmp_path):
+    told = rf"^{tmp_path}/own: .*; .*, then run the command again$"
+    with pytest.raises(UserError, match=told), refusals_told(tmp_path):
+        raise OSError(number, "refused", str(tmp_path / "own"))
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "x"), OSError("x"), ValueError("[Errno 28]")])
+def test_other_errors_pass(error, tmp_path):
+    with pytest.raises(type(error)) as caught, refusals_told(tmp_path):
+        raise error
+    assert caught.value is error
