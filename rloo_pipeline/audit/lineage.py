@@ -124,8 +124,6 @@ def _recorded(layout: Layout, params: Params, node: Node) -> Iterator[tuple[str,
     link = link_of(params, node.iteration)
     for role, recorded in node.provenance["inputs"].items():
         yield role, input_path(layout, node.stage, node.iteration, link, role), recorded
-    if node.stage == "prepare":
-        yield from _sources(layout, params, node)
 
 
 def _sources(layout: Layout, params: Params, node: Node) -> Iterator[tuple[str, Path, str]]:
@@ -180,7 +178,8 @@ def _of_metrics(path: Path) -> dict[str, int]:
 
 
 def _check_inputs(layout: Layout, params: Params, node: Node, contents: Contents, claims: Claims) -> None:
-    for role, path, recorded in _recorded(layout, params, node):
+    sources = _sources(layout, params, node) if node.stage == "prepare" else ()
+    for role, path, recorded in (*_recorded(layout, params, node), *sources):
         is_source = role.startswith(SOURCE)
         content = contents.source(path) if is_source else contents.artifact(path)
         status = content.status

@@ -10,6 +10,7 @@ from rloo_pipeline.config import Params, RewardConfig
 from rloo_pipeline.errors import UserError
 
 CONDITIONS = ("algorithm_version", "device", "engine", "execution", "versions")
+BATCH_SHAPES = ("logprobs_batch_tokens", "update_microbatch_tokens", "rewards_batch_tokens", "gradient_checkpointing")
 SECTIONS = ("rollouts", "logprobs", "advantages", "update", "evaluate")
 
 
@@ -35,7 +36,17 @@ def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapp
     if stage == "evaluate" and iteration in params.iterations:
         item = params.iterations[iteration].model_copy(update={"evaluate": not settings.get("skipped", False)})
         new["iterations"] = params.iterations | {iteration: item}
-    return params.model_copy(update={"seed": provenance["seed"]} | new)
+    execution = params.execution.model_copy(update=_batch_shapes(provenance))
+    return params.model_copy(update={"seed": provenance["seed"], "execution": execution} | new)
+
+
+def _batch_shapes(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded settings of execution on which the last bits of results depend, threads apart."""
+    recorded = {name: value for name, value in provenance.get("execution", {}).items() if name in BATCH_SHAPES}
+    engine = provenance.get("engine", {})
+    if isinstance(engine, Mapping) and "batch_size" in engine:
+        recorded["generation_batch_size"] = engine["batch_size"]
+    return recorded
 
 
 def changed(params: Params, made_with: Params, stage: str) -> list[Change]:

@@ -32,6 +32,7 @@ from rloo_pipeline.progress import say
 from rloo_pipeline.schema import KEY_NAMES
 from rloo_pipeline.shards import read_shards, read_table
 from rloo_pipeline.sources import fingerprints
+from rloo_pipeline.stages.context import algorithm_version, library_versions
 
 
 class Unchecked(Exception):
@@ -54,10 +55,15 @@ def plan(params: Params, iteration: str | None, stage: str | None) -> list[tuple
 
 
 def run(layout: Layout, params: Params, pairs: list[tuple[str, str]], keep: bool) -> Iterator[Outcome]:
-    """Replay the stages one after the other; the scratch of each is removed behind it unless `keep`."""
+    """Replay the stages one after the other; the scratch of each is removed behind it unless `keep`.
+
+    What a killed verify left is removed too: the caller holds the project's lock, so none is at work.
+    """
     layout.state.mkdir(parents=True, exist_ok=True)
+    for left in layout.state.glob("verify-*"):
+        shutil.rmtree(left)
     prepare_processes(params, [stage for stage, _ in pairs])
-    directory = Path(tempfile.mkdtemp(prefix="verify-", dir=layout.state))
+    directory = Path(tempfile.mkdtemp(prefix="replayed-" if keep else "verify-", dir=layout.state))
     try:
         for stage, iteration in pairs:
             scratch = Scratch(layout.root, directory / f"{stage}-{iteration}")
@@ -97,6 +103,8 @@ def _verify(layout: Layout, params: Params, outcome: Outcome, scratch: Scratch) 
     stage, iteration = outcome.stage, outcome.iteration
     try:
         provenance = _recorded(layout, stage, iteration)
+        here = {"versions": library_versions(), "algorithm_version": algorithm_version(stage)}
+        outcome.conditions = conditions(provenance, here)
         chain = link_of(params, iteration)
         _check_inputs(layout, params, outcome, chain, provenance)
         made_with = recorded_params(params, stage, iteration, provenance)

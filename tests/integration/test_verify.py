@@ -57,6 +57,7 @@ def test_every_stage_is_replayed_with_what_made_it_and_leaves_no_trace(project: 
     project.change("update.learning_rate", 0.5)
     project.change("rollouts.temperature", 0.7)
     project.change("rollouts.max_tokens", 5)
+    project.change("execution.generation_batch_size", 3)
     before = state_of(project.root)
 
     stages = verify(0)
@@ -74,7 +75,7 @@ def test_every_stage_is_replayed_with_what_made_it_and_leaves_no_trace(project: 
     assert {run["rows"] for run in stages if run["stage"] in ("rollouts", "logprobs", "advantages")} == {16}
     assert all(run["conditions"] == run["differences"] == [] for run in stages)
     assert state_of(project.root) == before
-    assert not list((project.root / ".rloo").glob("verify-*"))
+    assert not [path for name in ("verify-*", "replayed-*") for path in (project.root / ".rloo").glob(name)]
 
 
 def test_a_changed_value_is_told_with_its_row_and_both_values(
@@ -223,22 +224,27 @@ def test_a_replay_that_is_killed_is_told_and_the_next_one_runs(project: Project,
 def test_a_stage_that_refuses_is_told(project: Project, verify: Verify) -> None:
     path = project.root / "provenance" / "update" / "0001.json"
     settings = json.loads(path.read_text())["settings"]
-    edit_json(path, settings={"update": {**settings["update"], "sampler_tolerance": 1e-12}})
+    versions = {**json.loads(path.read_text())["versions"], "numpy": "1.0"}
+    edit_json(path, settings={"update": {**settings["update"], "sampler_tolerance": 1e-12}}, versions=versions)
 
     (found,) = verify(1, "0001", "--stage", "update")
 
     assert found["status"] == "failed"
     assert "sampler" in found["reason"]
     assert [item["name"] for item in found["changed"]] == ["update.sampler_tolerance"]
+    assert [(item["name"], item["recorded"]) for item in found["conditions"]] == [("versions.numpy", "1.0")]
 
 
-def test_the_scratch_can_be_kept(project: Project, rloo: CommandLine) -> None:
+def test_the_scratch_can_be_kept_and_what_a_kill_left_goes(project: Project, rloo: CommandLine) -> None:
+    (project.root / ".rloo" / "verify-killed" / "update-0001").mkdir(parents=True)
+
     outcome = rloo(project, "verify", "0001", "--stage", "advantages", "--keep")
 
-    (scratch,) = (project.root / ".rloo").glob("verify-*")
+    (scratch,) = (project.root / ".rloo").glob("replayed-*")
     kept = scratch / "advantages-0001" / "artifacts" / "advantages" / "0001" / "manifest.json"
     assert str(scratch.relative_to(project.root)) in outcome.stderr
     assert json.loads(kept.read_text()) == project.json("artifacts/advantages/0001/manifest.json")
+    assert not list((project.root / ".rloo").glob("verify-*"))
 
 
 @pytest.mark.parametrize(

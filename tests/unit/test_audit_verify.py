@@ -70,6 +70,19 @@ def test_prepare_and_rewards_and_a_skipped_evaluation_are_read_back(params: Para
     assert [item.evaluate for item in of_evaluate.iterations.values()] == [True, False]
 
 
+def test_batch_shapes_are_those_recorded_and_threads_those_of_now(params: Params) -> None:
+    provenance = {
+        "settings": {"evaluate": params.evaluate.model_dump(mode="json")},
+        "seed": 3,
+        "execution": {"logprobs_batch_tokens": 77, "threads": 9, "attention": "sdpa", "cuda": "13"},
+        "engine": {"batch_size": 5, "threads": 9},
+    }
+
+    found = recorded_params(params, "evaluate", "0001", provenance).execution
+
+    assert (found.logprobs_batch_tokens, found.generation_batch_size, found.threads) == (77, 5, 1)
+
+
 def test_settings_of_another_version_are_told(params: Params) -> None:
     with pytest.raises(UserError, match="update 0001: its recorded settings are not those of this version"):
         recorded_params(params, "update", "0001", {"settings": {"update": {"momentum": 1}}, "seed": 3})
