@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from rloo_pipeline.engines.transformers import TransformersEngine
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.manifest import read_manifest, write_model_manifest
 from rloo_pipeline.policy import trainer_state
 from rloo_pipeline.shards import read_shards, write_shards, write_shards_manifest
@@ -313,6 +314,28 @@ def test_the_engines_settings_survive_an_edited_reward(project: Project, rloo: C
     assert done.code == 0
     assert "generating" not in done.stderr
     assert project.json("provenance/evaluate/0001.json")["engine"] == before
+
+
+def test_all_engines_of_a_resumed_stage_are_told(
+    project: Project, rloo: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after its first shard, it goes on in other batches: the same ids, log-probs that may round otherwise."""
+    shutil.rmtree(project.root / "artifacts" / "rollouts" / "0001")
+    real, calls = TransformersEngine.generate, []
+
+    def generate(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise UserError("stopped")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", generate)
+        assert rloo(project, "rollouts", "0001").code == 2
+    project.change("execution.generation_batch_size", 3)
+    assert rloo(project, "rollouts", "0001").code == 0
+    told = project.json("provenance/rollouts/0001.json")["engine"]
+    assert [engine["batch_size"] for engine in told] == [64, 3]
 
 
 EVIL = b"cos\nsystem\n(S'touch executed'\ntR."  # unpickling it makes the file `executed`
