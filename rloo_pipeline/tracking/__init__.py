@@ -34,7 +34,7 @@ def track(layout: Layout, params: Params, *, copy_models: bool = False, stage_en
         contents, runs, lock = read_contents(layout, params), read_runs(layout), read_lock(layout)
         found = find_run(store, runs, contents)
         new_run = found is None
-        run, stored, held = found or create_run(store, layout)
+        run, stored, held = found or create_run(store, layout, contents)
         if new_run:
             runs.append(run)
             write_runs(layout, runs)  # before anything can fail: the next call goes on with this run
@@ -50,7 +50,7 @@ def after_stage(layout: Layout, params: Params) -> None:
         done = track(layout, params, stage_ends=True)
     except Exception as error:  # the stage is done and its artifacts stand: nothing here may make it fail
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        say(f"mlflow: {address()} took nothing ({reason[:300]}); `rloo track` makes up for it")
+        say(f"mlflow: {address()} took nothing ({reason[:200]}); `rloo track` makes up for it")
         return
     for text in done.not_finite:
         say(f"mlflow: not a finite number, so told in the tag rloo.not_finite alone: {text}")

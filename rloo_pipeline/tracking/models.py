@@ -10,7 +10,7 @@ from rloo_pipeline.tracking.files import Checkpoint
 from rloo_pipeline.tracking.store import Store
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Run
 
 ALIAS = "best"
 COPIED = "rloo.copied"
@@ -31,16 +31,17 @@ def logged_models(store: Store, run_id: str) -> dict[tuple[str, str], "LoggedMod
 
 
 def log_models(
-    store: Store, run_id: str, checkpoints: Iterable[Checkpoint], hashes: Mapping[str, str]
+    store: Store, run: "Run", checkpoints: Iterable[Checkpoint], hashes: Mapping[str, str]
 ) -> dict[str, "LoggedModel"]:
     """Every checkpoint as a logged model that refers to its files; by iteration.
 
     hashes: DVC's hashes by path; a checkpoint of a stage that is just ending has none yet.
     """
     import mlflow
+    from mlflow.entities import LoggedModelOutput
 
-    known = logged_models(store, run_id)
-    models = {}
+    run_id = run.info.run_id
+    known, models = logged_models(store, run_id), {}
     for checkpoint in checkpoints:
         name = f"policy-{checkpoint.iteration}"
         model = known.get((name, checkpoint.fingerprint))
@@ -53,6 +54,11 @@ def log_models(
         if md5 is not None and model.tags.get("dvc.md5") != md5:
             store.client.set_logged_model_tags(model.model_id, {"dvc.md5": md5})
         models[checkpoint.iteration] = model
+    shown = {output.model_id for output in (run.outputs.model_outputs if run.outputs else ())}
+    new = [(model, iteration) for iteration, model in models.items() if model.model_id not in shown]
+    if new:
+        outputs = [LoggedModelOutput(model.model_id, step=int(iteration)) for model, iteration in new]
+        store.client.log_outputs(run_id, outputs)
     return models
 
 

@@ -41,12 +41,13 @@ def find_run(store: Store, known: Iterable[Run], contents: Contents) -> Opened |
     return None
 
 
-def create_run(store: Store, layout: Layout) -> Opened:
-    """A new run, named after the project's folder and the time."""
+def create_run(store: Store, layout: Layout, contents: Contents) -> Opened:
+    """A new run, named after the project's folder and the time; it began with its earliest record."""
     folder = layout.root.resolve()
     tags = {"mlflow.source.name": "rloo", "rloo.registered_model": registered_name(folder)}
     name = f"{folder.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    found = store.client.create_run(store.experiment_id, run_name=name, tags=tags)
+    began = min((point.timestamp for point in contents.points), default=None)
+    found = store.client.create_run(store.experiment_id, start_time=began, run_name=name, tags=tags)
     return Run(store.address, store.experiment_id, found.info.run_id), found, {}
 
 
@@ -71,7 +72,7 @@ def fill(
     hashes: DVC's hashes of the outputs, by path; copy: whether the checkpoints' files are uploaded.
     """
     run, stored, held = found
-    models = log_models(store, run.run_id, contents.checkpoints, hashes)
+    models = log_models(store, stored, contents.checkpoints, hashes)
     new = _log_points(store, run, held, contents.points, models)
     _log_params(store, stored, contents.params)
     _log_inputs(store, stored, contents)
@@ -79,11 +80,20 @@ def fill(
     if copy:
         copy_models(store, layout, contents.checkpoints, models)
     _register(store, stored, contents, models)
-    status = "FINISHED" if contents.complete else "RUNNING"
-    if stored.info.status != status:
-        store.client.update_run(run.run_id, status=status)
+    _end(store, stored, contents)
     run.metrics |= contents.hashes
     return new
+
+
+def _end(store: Store, run: "entities.Run", contents: Contents) -> None:
+    """A run whose chain is evaluated to its end is finished, at the time of its last record; others go on."""
+    if not contents.complete:
+        if run.info.status != "RUNNING":
+            store.client.update_run(run.info.run_id, status="RUNNING")
+        return
+    last = max(point.timestamp for point in contents.points)
+    if run.info.status != "FINISHED" or (run.info.end_time or 0) < last:
+        store.client.set_terminated(run.info.run_id, "FINISHED", end_time=last)
 
 
 def _log_points(

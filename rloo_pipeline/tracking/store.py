@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 DEFAULT = "sqlite:///mlflow.db"
 EXPERIMENT = "rloo"
 ARTIFACTS = "mlartifacts"
+KIND = {"mlflow.experimentKind": "custom_model_development"}  # else the UI opens with its pages for chat agents
 # The client's own patience is minutes: a stage must not wait that long for a server that is down.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the address may hold a password
 }
 
 
@@ -81,7 +83,7 @@ def _experiment(client: "MlflowClient", database: Path | None) -> str:
     if experiment is not None:
         return str(experiment.experiment_id)
     location = None if database is None else str(database.parent / ARTIFACTS)
-    return str(client.create_experiment(_name(), artifact_location=location))
+    return str(client.create_experiment(_name(), artifact_location=location, tags=KIND))
 
 
 def _move_artifacts(database: Path) -> None:

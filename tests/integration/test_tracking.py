@@ -93,6 +93,8 @@ def test_the_run_tells_params_name_and_end(tracked: Project) -> None:
     (run,) = runs(tracked)
     assert run.info.run_name.startswith("my project 20")
     assert run.info.status == "FINISHED"
+    written = [path.stat().st_mtime_ns // 10**6 for path in tracked.root.glob("[mt][ei][tm]*/*/*.json")]
+    assert (run.info.start_time, run.info.end_time) == (min(written), max(written))
     assert run.data.params["update.learning_rate"] == "0.001"
     assert run.data.params["rewards.letters.weight"] == "1.0"
     assert run_id(Layout(tracked.root)) == run.info.run_id
@@ -112,6 +114,8 @@ def test_checkpoints_are_models_with_the_metrics_of_their_iteration(tracked: Pro
     (run,) = runs(tracked)
     models = client(tracked).search_logged_models([run.info.experiment_id])
     assert sorted(model.name for model in models) == ["policy-0000", "policy-0001", "policy-0002"]
+    assert {output.model_id for output in run.outputs.model_outputs} == {model.model_id for model in models}
+    assert len(run.outputs.model_outputs) == 3
     outputs = {out["path"]: out["md5"] for stage in tracked.lock()["stages"].values() for out in stage["outs"]}
     for model in models:
         iteration = model.name.removeprefix("policy-")
