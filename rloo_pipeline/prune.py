@@ -103,7 +103,7 @@ def show(plan: Plan, replay: Mapping[str, tuple[list[str], list[str]]], dry_run:
     Console().print(table)
     if any(gone for _, gone in replay.values()):
         print(
-            "`dvc repro --allow-missing` extends the chain; plain `dvc status` lists what is gone as deleted, and\n"
+            "`dvc repro --allow-missing` extends the chain; plain `dvc status` goes on listing what is gone, and\n"
             "plain `dvc repro` would make it again. What was pushed to a remote comes back with `dvc pull`."
         )
 
