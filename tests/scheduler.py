@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,9 @@ class Scheduler:
         self.api = httpx.Client(base_url=f"{self.ui}/api", timeout=60)
         self.running: list[subprocess.Popen[bytes]] = []
         self._start("server", "server", "start", "--host", "127.0.0.1", "--port", str(port))
-        wait_for("the server answers", self._healthy, pause=0.5)
+        self.answered_at_once = self._healthy()
+        waits = [sys.executable, "-c", f"from flows import node; node.wait_for_server({SECONDS})"]
+        subprocess.run(waits, env=self.env, check=True)
         self.prefect("work-pool", "create", "gpu", "--type", "process")
         self.start_worker()
 

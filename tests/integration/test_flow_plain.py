@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from flows import dvc
+from rloo_pipeline import gpu
+from rloo_pipeline.layout import Layout
+from tests.conftest import CommandLine
 from tests.project import Project
 
 
@@ -46,7 +49,7 @@ def test_a_user_error_in_a_stage_is_not_tried_again(finished_project: Project, t
     project = finished_project.copy(tmp_path / "copy")
     project.change("rewards", [{"name": "letters", "function": "reward.py:missing"}])
     lines: list[str] = []
-    with pytest.raises(dvc.Failed, match=r"rewards@0001: reward letters: .*missing") as failed:
+    with pytest.raises(dvc.Failed, match=r"^rewards@0001: reward.py:missing: reward.py has no missing") as failed:
         dvc.repro(project.root, "rewards@0001", lines.append)
     assert not isinstance(failed.value, dvc.CanPass)
     assert "> rloo rewards 0001" in lines
@@ -68,3 +71,19 @@ def test_a_stage_that_is_not_there(finished_project: Project) -> None:
     with pytest.raises(dvc.Failed, match=r"nonsense@0001 failed with status 255") as failed:
         dvc.repro(finished_project.root, "nonsense@0001", print)
     assert not isinstance(failed.value, dvc.CanPass)
+
+
+def test_a_stage_by_hand_is_held_off_a_taken_gpu(
+    finished_project: Project, tmp_path: Path, rloo: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = finished_project.copy(tmp_path / "copy")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr(gpu, "SECONDS_TO_DIE", 0.0)
+    with gpu.exclusive(Layout(tmp_path / "other"), "update 0003"):
+        held_off = rloo(project, "rewards", "0001")
+        assert held_off.code == 2
+        assert "update 0003" in held_off.stderr
+        assert f"{tmp_path / 'other'}" in held_off.stderr
+        assert "runs on GPU 7 of this machine; wait for it or stop it, then run rewards 0001 again" in held_off.stderr
+        assert rloo(project, "history").code == 0

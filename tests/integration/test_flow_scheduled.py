@@ -127,6 +127,12 @@ def test_run_equals_dvc_by_hand(story: Story) -> None:
     assert story.project.run("dvc", "status", "--json").stdout.strip() == "{}"
 
 
+def test_a_starting_server_is_waited_for(story: Story) -> None:
+    """The part of PREFECT-SQLITE that needs a server; everything above came after the wait."""
+    assert not story.scheduler.answered_at_once
+    assert story.scheduler.get("/health")
+
+
 def test_cancel_leaves_no_process(story: Story) -> None:
     assert story.survivors["cancel"] == []
     assert story.ends["cancelled"] == "Cancelled"
@@ -204,9 +210,7 @@ def test_the_ui_shows_run_and_metric(story: Story) -> None:
 
 
 def test_the_ui_shows_any_text_as_it_is(story: Story) -> None:
-    text = (
-        r"<img src=x> a | b \| \ &lt; [l](javascript:x) `c` **b** _i_ ~~s~~ https://evil.example www.evil.example $x$"
-    )
+    text = r"<img src=x> a | b \| \ &lt; [l](javascript:x) `c` **b** _i_ ~~s~~ https://e.example www.e.example $x$"
     table = f"| s0 | s1 |\n| --- | --- |\n| {artifacts.plain(text)} | last |"
     made = story.scheduler.post("/artifacts/", key="any-text", type="markdown", data=table)
     assert text in page_text(f"{story.scheduler.ui}/artifacts/artifact/{made['id']}", "last")
