@@ -110,7 +110,7 @@ def compute(
         in_baseline_N=in_baseline_N,
         trained_N=estimate.trained_N,
         exclusion_reason_N=reason_N,
-        counts=_count(groups_N, usable_N, reason_N, signal_G, selected_G, groups_wanted),
+        counts=_count(groups_N, usable_N, estimate.trained_N, reason_N, signal_G, selected_G, groups_wanted),
     )
 
 
@@ -169,6 +169,7 @@ def _reasons(*cases: tuple[np.ndarray, str | None]) -> np.ndarray:
 def _count(
     groups_N: np.ndarray,
     usable_N: np.ndarray,
+    trained_N: np.ndarray,
     reason_N: np.ndarray,
     signal_G: np.ndarray,
     selected_G: np.ndarray,
@@ -178,7 +179,7 @@ def _count(
     rows = Counter(reason_N.tolist())
     return Counts(
         rows=len(groups_N),
-        rows_trained=rows[None],
+        rows_trained=int(trained_N.sum()),
         rows_invalid=rows[INVALID],
         rows_masked=rows[MASKED],
         rows_without_signal=rows[NO_SIGNAL],
@@ -189,7 +190,7 @@ def _count(
         groups_without_signal=int((~signal_G).sum()),
         groups_of_one_valid_row=int((usable_G == 1).sum()),
         groups_without_valid_rows=int((usable_G == 0).sum()),
-        groups_trained=len(np.unique(groups_N[np.equal(reason_N, None)])),
+        groups_trained=len(np.unique(groups_N[trained_N])),
         groups_surplus=int((signal_G & ~selected_G).sum()),
         groups_short=0 if groups_wanted is None else max(0, groups_wanted - int(signal_G.sum())),
     )
