@@ -35,7 +35,7 @@ def check_rows_on_policy(rollouts: pa.Table, updated: str, iteration: str, previ
     if other_N.any():
         row = int(other_N.argmax())
         raise UserError(
-            f"rollouts {iteration}: {int(other_N.sum())} of {len(other_N)} completions, {name_of(rollouts, row)} the "
+            f"rollouts {iteration}: {int(other_N.sum())} of {len(other_N)} completions, {names_of(rollouts)[row]} the "
             f"first, were sampled from other weights ({rollouts['policy_fingerprint'][row].as_py()[:12]}) than policy "
             f"{previous} ({updated[:12]}); run `dvc repro rollouts@{iteration}` again"
         )
@@ -73,9 +73,10 @@ def check_advantages(layout: Layout, iteration: str, facts: Mapping[str, Any], r
     check_made_from(made_from, rewards_fingerprint(rewards), "advantages", iteration, "rewards")
 
 
-def name_of(table: pa.Table, row: int) -> str:
-    """How a completion is told to people."""
-    return f"prompt_id {table['prompt_id'][row].as_py()}, sample_index {table['sample_index'][row].as_py()}"
+def names_of(table: pa.Table) -> list[str]:
+    """How each completion is told to people."""
+    keys = zip(table["prompt_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
+    return [f"prompt_id {prompt_id}, sample_index {sample_index}" for prompt_id, sample_index in keys]
 
 
 def sampler_gap(sampler_N: Sequence[np.ndarray], policy_N: Sequence[np.ndarray]) -> dict[str, float]:
@@ -114,7 +115,7 @@ def tell_gap(rollouts: pa.Table, logprobs: pa.Table, exact: bool, iteration: str
         how = "by up to" if exact else "on average by"
         say(
             f"warning: rollouts {iteration}: the sampler's log-probs differ from the policy's {how} {measured:.4g} "
-            f"nats per token, where rounding makes less than {level:g}; most in {name_of(rollouts, row)}; if other "
+            f"nats per token, where rounding makes less than {level:g}; most in {names_of(rollouts)[row]}; if other "
             f"weights sampled them, run `dvc repro rollouts@{iteration}` again"
         )
     return gap

@@ -12,7 +12,7 @@ import pyarrow as pa
 from rloo_pipeline import fingerprint
 from rloo_pipeline.disk import check_space, refusals_told
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.guard import check_advantages, check_on_policy, check_rows_on_policy, name_of
+from rloo_pipeline.guard import check_advantages, check_on_policy, check_rows_on_policy, names_of
 from rloo_pipeline.manifest import checked_fingerprint, read_manifest, write_model_manifest
 from rloo_pipeline.objective.advantages import INVALID
 from rloo_pipeline.objective_config import UpdateConfig
@@ -147,7 +147,7 @@ def trained_rows(rollouts: pa.Table, advantages: pa.Table, logprobs: pa.Table | 
         rows_of(table, "sampler_logprobs"),
         table["advantage"].to_numpy(),
         reference_logprobs_N=None if logprobs is None else rows_of(table, "reference_logprobs"),
-        names_N=[name_of(table, row) for row in range(table.num_rows)],
+        names_N=names_of(table),
     )
 
 
