@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from rloo_pipeline.config import Params
-from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.progress import say
 from rloo_pipeline.tracking.book import Run, lock_outputs, present, read_lock, read_runs, write_runs, writing
 from rloo_pipeline.tracking.files import read_contents
-from rloo_pipeline.tracking.store import address, connected
+from rloo_pipeline.tracking.store import address, connected, reason, told
 
 AFTER = ("update", "evaluate")  # the stages that end an iteration
 
@@ -49,8 +48,7 @@ def after_stage(layout: Layout, params: Params) -> None:
     try:
         done = track(layout, params, stage_ends=True)
     except Exception as error:  # the stage is done and its artifacts stand: nothing here may make it fail
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        say(f"mlflow: {address()} took nothing ({reason[:200]}); `rloo track` makes up for it")
+        say(f"mlflow: {address()} took nothing ({reason(error)}); `rloo track` makes up for it")
         return
     for text in done.not_finite:
         say(f"mlflow: not a finite number, so told in the tag rloo.not_finite alone: {text}")
@@ -58,13 +56,8 @@ def after_stage(layout: Layout, params: Params) -> None:
 
 def track_now(layout: Layout, params: Params, *, copy_models: bool) -> Tracked:
     """Track when a person asks for it; raises UserError if the store cannot be reached."""
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
+    with told():
         return track(layout, params, copy_models=copy_models)
-    except (MlflowException, SQLAlchemyError, OSError) as error:
-        raise UserError(f"mlflow at {address()}: {error}; see MLFLOW_TRACKING_URI") from error
 
 
 def _current(layout: Layout) -> Run | None:

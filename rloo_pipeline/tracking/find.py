@@ -10,7 +10,7 @@ from typing import Any
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.tracking.book import Link, Run, git, lock_hash, lock_outputs, parse_lock, read_lock, read_runs
-from rloo_pipeline.tracking.store import connected
+from rloo_pipeline.tracking.store import DATABASE, DEFAULT, address, connected, told
 
 SHORTEST = 7  # characters of an id that are enough
 
@@ -138,15 +138,12 @@ def _ask_mlflow(layout: Layout, wanted: str) -> Found | None:
     """From the tags of the runs in the store, for a project whose folder knows nothing of them."""
     if len(wanted) < SHORTEST or not re.fullmatch(r"[0-9a-f-]+", wanted):
         return None
-    from mlflow.exceptions import MlflowException
-
-    try:
-        with connected(layout) as store:
-            client, where = store.client, [store.experiment_id]
-            found = client.search_runs(where, filter_string=f"tags.`rloo.links` LIKE '%{wanted}%'", max_results=1)
-            found = found or client.search_runs(where, filter_string=f"attributes.run_id = '{wanted}'", max_results=1)
-    except MlflowException as error:
-        raise UserError(f"{wanted}: not known here, and MLflow does not answer: {error}") from error
+    if address() == DEFAULT and not (layout.root / DATABASE).exists():
+        return None
+    with told(), connected(layout) as store:
+        client, where = store.client, [store.experiment_id]
+        found = client.search_runs(where, filter_string=f"tags.`rloo.links` LIKE '%{wanted}%'", max_results=1)
+        found = found or client.search_runs(where, filter_string=f"attributes.run_id = '{wanted}'", max_results=1)
     if not found:
         return None
     links = json.loads(found[0].data.tags.get("rloo.links", "[]")) or [[None, None, None]]

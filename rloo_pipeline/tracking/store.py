@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.tracking.secrets import hide_in_url
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-DEFAULT = "sqlite:///mlflow.db"
+DATABASE = "mlflow.db"
+DEFAULT = f"sqlite:///{DATABASE}"
 EXPERIMENT = "rloo"
 ARTIFACTS = "mlartifacts"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # else the UI opens with its pages for chat agents
@@ -42,6 +44,24 @@ class Store:
         return self.address.startswith("http")
 
 
+@contextmanager
+def told() -> Iterator[None]:
+    """Raise what goes wrong with the store as a UserError that names it."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
+        raise UserError(f"mlflow at {address()}: {reason(error)}; see MLFLOW_TRACKING_URI") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, without the passwords that its addresses may hold."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return hide_in_url(lines[0])[:300]
+
+
 def address() -> str:
     """The address of the store, fit to be told: MLFLOW_TRACKING_URI or the project's own database."""
     return hide_in_url(os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT)
@@ -50,9 +70,9 @@ def address() -> str:
 @contextmanager
 def connected(layout: Layout) -> Iterator[Store]:
     """The store, its experiment made if it is new; raises whatever MLflow raises if it cannot be reached."""
-    given, told = os.environ.get("MLFLOW_TRACKING_URI"), address()
+    given, name = os.environ.get("MLFLOW_TRACKING_URI"), address()
     root = layout.root.resolve()
-    uri = given or f"sqlite:///{root / 'mlflow.db'}"
+    uri = given or f"sqlite:///{root / DATABASE}"
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     database = Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
@@ -65,7 +85,7 @@ def connected(layout: Layout) -> Iterator[Store]:
     mlflow.set_tracking_uri(uri)  # the registry looks models up there, whatever the client's address
     try:
         client = mlflow.MlflowClient(uri)
-        yield Store(client, told, _experiment(client, database))
+        yield Store(client, name, _experiment(client, database))
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
         os.environ.pop("MLFLOW_TRACKING_URI", None)

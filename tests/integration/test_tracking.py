@@ -252,7 +252,7 @@ def test_a_stage_tracks_at_its_end_and_outlives_a_server_that_is_down(
 ) -> None:
     (copy.root / "mlflow.db").unlink()
     copy.change("execution.tracking", True)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
     outcome = rloo(copy, "evaluate", "0002")
     assert outcome.code == 0
     (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("mlflow: ")]
@@ -262,11 +262,19 @@ def test_a_stage_tracks_at_its_end_and_outlives_a_server_that_is_down(
     outcome = rloo(copy, "track")
     assert outcome.code == 2
     assert outcome.stderr.startswith("error: mlflow at http://127.0.0.1:9: ")
+    assert "s3cret" not in line + outcome.stderr
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert rloo(copy, "evaluate", "0002").code == 0
     (run,) = runs(copy)
     found = points(copy, run.info.run_id)
     assert {(p.key, p.step): p.value for p in found if p.key.split("/")[0] in STAGES} == told_by_files(copy)
+
+
+def test_a_database_that_is_none_is_told(copy: Project, rloo: CommandLine) -> None:
+    (copy.root / "mlflow.db").write_text("no database, but longer than the header of one. " * 9)
+    outcome = rloo(copy, "track")
+    assert outcome.code == 2
+    assert outcome.stderr == "error: mlflow at sqlite:///mlflow.db: file is not a database; see MLFLOW_TRACKING_URI\n"
 
 
 def test_light_stages_do_not_track(copy: Project, rloo: CommandLine) -> None:
@@ -296,6 +304,8 @@ def test_each_id_finds_the_other_three(copy: Project, tmp_path: Path, monkeypatc
         assert find(layout, name) == found
     with pytest.raises(UserError, match="no git revision"):
         find(layout, "deadbeefdeadbeef")
+    with pytest.raises(UserError, match="no git revision"):
+        find(layout, "dead")
     # Ids are in no file that DVC or git keeps.
     for path in ("dvc.lock", "dvc.yaml", "params.yaml"):
         assert run.info.run_id not in (copy.root / path).read_text()
