@@ -109,7 +109,7 @@ def test_pruned_chain_goes_on_as_the_whole_one(
     for output in ("0000/model", "0002/model", "0002/trainer_state", "0004/model", "0004/trainer_state"):
         assert all(path.exists() for path in cached(four, f"artifacts/policy/{output}").values())
 
-    four.rloo("iterations", "5")
+    assert "disk: 1 iterations will write" in four.rloo("iterations", "5").stderr
     assert sorted(four.repro("--allow-missing")) == sorted([*(f"rloo {s} 0005" for s in NEW_STAGES), "rloo history"])
     for output in ("rollouts", "logprobs", "rewards", "advantages", "evaluation", "policy"):
         path = f"artifacts/{output}/0005/{'model/' if output == 'policy' else ''}manifest.json"
