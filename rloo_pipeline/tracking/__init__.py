@@ -30,7 +30,8 @@ def track(layout: Layout, params: Params, *, copy_models: bool = False, stage_en
     from rloo_pipeline.tracking.projection import create_run, fill, find_run
 
     with writing(layout), connected(layout) as store:
-        contents, runs, lock = read_contents(layout, params), read_runs(layout), read_lock(layout)
+        lock, runs = read_lock(layout), read_runs(layout)
+        contents = read_contents(layout, params, lock)
         found = find_run(store, runs, contents)
         new_run = found is None
         run, stored, held = found or create_run(store, layout, contents)

@@ -1,6 +1,5 @@
 """What the files of a project say, in MLflow's terms. No store is asked here."""
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 from rloo_pipeline.config import Params
 from rloo_pipeline.fingerprint import MANIFEST
 from rloo_pipeline.layout import INITIAL, STAGES, Layout
-from rloo_pipeline.tracking.outdated import outdated_records, prompts_fingerprint, read_json
+from rloo_pipeline.tracking.outdated import md5_of, outdated_records, prompts_fingerprint, read_json
 from rloo_pipeline.tracking.secrets import hide
 
 LONGEST_PARAM = 6000  # what MLflow stores of one value
@@ -58,9 +57,9 @@ class Contents:
     complete: bool
 
 
-def read_contents(layout: Layout, params: Params) -> Contents:
-    """Read the project; records made from something that has changed since are left out."""
-    outdated = outdated_records(layout, params)
+def read_contents(layout: Layout, params: Params, lock: Mapping[str, Any]) -> Contents:
+    """Read the project with its parsed dvc.lock; records made from something that has changed since are left out."""
+    outdated = outdated_records(layout, params, lock)
     steps = [(stage, iteration) for iteration in (INITIAL, *params.iterations) for stage in STAGES]
     records = [record for record in steps if record not in outdated and layout.metrics(*record).exists()]
     points: list[Point] = []
@@ -89,7 +88,8 @@ def _values(layout: Layout, stage: str, iteration: str) -> Iterator[tuple[str, A
     path = layout.metrics(stage, iteration)
     not_finite = read_json(layout.provenance(stage, iteration)).get("not_finite", {})
     for name, value in read_json(path).items():
-        yield f"{stage}/{name}", not_finite.get(name, value), path, False
+        told = not_finite.get(name, "not finite") if value is None else value
+        yield f"{stage}/{name}", told, path, False
     path = layout.timings(stage, iteration)
     timings = read_json(path)
     for name, value in timings.pop("system", {}).items():
@@ -140,7 +140,4 @@ def _prompt_sets(layout: Layout) -> Iterator[PromptSet]:
 
 def _hashes(layout: Layout, records: list[tuple[str, str]]) -> dict[str, str]:
     paths = [layout.metrics(*record) for record in records]
-    return {
-        path.relative_to(layout.root).as_posix(): hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-        for path in paths
-    }
+    return {path.relative_to(layout.root).as_posix(): md5_of(path) or "" for path in paths}

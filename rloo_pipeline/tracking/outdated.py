@@ -1,7 +1,8 @@
 """Which records tell of inputs that are no longer there: those that `dvc repro` has still to make again."""
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,56 @@ Key = tuple[str, str]  # stage, iteration
 Read = Callable[[Path], dict[str, Any]]
 
 
-def outdated_records(layout: Layout, params: Params) -> set[Key]:
-    """The (stage, iteration) whose provenance names other inputs than there are now, and all that came of them.
+def outdated_records(layout: Layout, params: Params, lock: Mapping[str, Any]) -> set[Key]:
+    """The (stage, iteration) that were made from other inputs than there are now, and all that came of them.
 
-    An input that is not here (pruned, not pulled) says nothing.
+    The provenance tells, or dvc.lock (parsed) for a stage that DVC restored from its cache, which leaves the provenance
+    of another run beside it. An input that is not here (pruned, not pulled) says nothing.
     """
     found: set[Key] = set()
+    vouched = _vouched(layout, lock)
     read = cache(read_json)
     for iteration in (INITIAL, *params.iterations):
         for stage in STAGES:
             key = (stage, iteration)
             for maker, made_from, now in _inputs(layout, params, key, read):
-                if maker in found or now not in (None, made_from):
+                if key not in vouched and (maker in found or now not in (None, made_from)):
                     found.add(key)
     return found
+
+
+def _vouched(layout: Layout, lock: Mapping[str, Any]) -> set[Key]:
+    """The stages whose metrics are those in dvc.lock, and whose inputs there are the outputs of such stages."""
+    entries = {key: entry for entry in lock.get("stages", {}).values() if (key := _key_of(entry))}
+    made = {out["path"]: (key, out.get("md5")) for key, entry in entries.items() for out in entry["outs"]}
+    found: set[Key] = set()
+    for key, entry in sorted(entries.items(), key=lambda item: (item[0][1], STAGES.index(item[0][0]))):
+        makers = [(dep, _maker_of(dep["path"], made)) for dep in entry.get("deps", ())]
+        wrong = [
+            dep for dep, maker in makers if maker and (maker[0] not in found or maker[1] not in (None, dep["md5"]))
+        ]
+        if not wrong and md5_of(layout.metrics(*key)) == made[f"metrics/{key[0]}/{key[1]}.json"][1]:
+            found.add(key)
+    return found
+
+
+def _key_of(entry: Mapping[str, Any]) -> Key | None:
+    """The stage and iteration of an entry of dvc.lock, by its metrics file."""
+    paths = (Path(out["path"]).parts for out in entry.get("outs", ()))
+    return next(((parts[1], parts[2][:4]) for parts in paths if parts[0] == "metrics" and parts[1] in STAGES), None)
+
+
+def _maker_of(path: str, made: Mapping[str, tuple[Key, str]]) -> tuple[Key, str | None] | None:
+    """Who makes a file or directory and with which hash; without the hash for a part of an output."""
+    if path in made:
+        return made[path]
+    whole = next((str(parent) for parent in Path(path).parents if str(parent) in made), None)
+    return None if whole is None else (made[whole][0], None)
+
+
+def md5_of(path: Path) -> str | None:
+    """The hash that DVC has of a file; None if there is no such file."""
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() if path.exists() else None
 
 
 def _inputs(layout: Layout, params: Params, key: Key, read: Read) -> Iterator[tuple[Key, str, str | None]]:

@@ -1,5 +1,6 @@
 """What the project's files say, before any store is asked: keys, parameters, secrets, outdated and NaN records."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -83,43 +84,84 @@ def chain(root: Path) -> Layout:
 
 
 def test_nothing_is_outdated_in_a_whole_chain(tmp_path: Path) -> None:
-    assert outdated_records(chain(tmp_path), params_with()) == set()
+    assert outdated_records(chain(tmp_path), params_with(), {}) == set()
 
 
 def test_another_update_makes_all_that_came_of_it_outdated(tmp_path: Path) -> None:
     layout = chain(tmp_path)
     model(layout, "0001", "another")
     expected = {("evaluate", "0001"), ("rollouts", "0002"), ("update", "0002"), ("evaluate", "0002")}
-    assert outdated_records(layout, params_with()) == expected
+    assert outdated_records(layout, params_with(), {}) == expected
 
 
 def test_other_rollouts_make_the_update_outdated(tmp_path: Path) -> None:
     layout = chain(tmp_path)
     record(layout, "rollouts", "0002", {"policy": "p0001"}, "another")
-    assert outdated_records(layout, params_with()) == {("update", "0002"), ("evaluate", "0002")}
+    assert outdated_records(layout, params_with(), {}) == {("update", "0002"), ("evaluate", "0002")}
 
 
 def test_outdated_records_are_not_tracked(tmp_path: Path) -> None:
     layout = chain(tmp_path)
     model(layout, "0001", "another")
-    contents = read_contents(layout, params_with())
+    contents = read_contents(layout, params_with(), {})
     assert {(point.key, point.step) for point in contents.points} == {("rollouts/value", 1), ("update/value", 1)}
     assert not contents.complete
     assert [(item.iteration, item.fingerprint) for item in contents.checkpoints] == [("0001", "another")]
 
 
+def lock_of(layout: Layout) -> dict[str, Any]:
+    """The chain's dvc.lock, with letters for the hashes of artifacts."""
+    stages = {}
+    for iteration, previous in (("0001", "0000"), ("0002", "0001")):
+        policy, rollouts = f"artifacts/policy/{iteration}/model", f"artifacts/rollouts/{iteration}"
+        links = {
+            "rollouts": ([f"artifacts/policy/{previous}/model"], [rollouts]),
+            "update": ([f"artifacts/policy/{previous}/model", rollouts], [policy]),
+            "evaluate": ([policy, "artifacts/policy/0000/model"], []),
+        }
+        for stage, (deps, outs) in links.items():
+            md5 = hashlib.md5(layout.metrics(stage, iteration).read_bytes()).hexdigest()
+            stages[f"{stage}@{iteration}"] = {
+                "deps": [{"path": path, "md5": path} for path in deps],
+                "outs": [
+                    *({"path": path, "md5": path} for path in outs),
+                    {"path": f"metrics/{stage}/{iteration}.json", "md5": md5},
+                ],
+            }
+    return {"stages": stages}
+
+
+def test_what_dvc_restored_from_its_cache_is_not_outdated(tmp_path: Path) -> None:
+    """The provenance beside it is that of another run."""
+    layout = chain(tmp_path)
+    record(layout, "rollouts", "0002", {"policy": "another"}, "another")
+    lock = lock_of(layout)
+    assert outdated_records(layout, params_with(), lock) == set()
+    assert outdated_records(layout, params_with(), {}) == {(s, "0002") for s in ("rollouts", "update", "evaluate")}
+
+
+def test_dvc_lock_does_not_vouch_for_what_came_of_a_stage_that_just_ran(tmp_path: Path) -> None:
+    """dvc.lock has the stage's older outputs until the stage has ended."""
+    layout = chain(tmp_path)
+    lock = lock_of(layout)
+    write_json(layout.metrics("update", "0001"), {"value": 2.0})
+    model(layout, "0001", "another")
+    expected = {("evaluate", "0001"), ("rollouts", "0002"), ("update", "0002"), ("evaluate", "0002")}
+    assert outdated_records(layout, params_with(), lock) == expected
+
+
 def test_pruned_weights_make_nothing_outdated(tmp_path: Path) -> None:
     layout = chain(tmp_path)
     (layout.model("0001") / "manifest.json").unlink()
-    assert outdated_records(layout, params_with()) == set()
-    assert read_contents(layout, params_with()).checkpoints[0].fingerprint == "p0001"
+    assert outdated_records(layout, params_with(), {}) == set()
+    assert read_contents(layout, params_with(), {}).checkpoints[0].fingerprint == "p0001"
 
 
 def test_a_broken_metrics_file_is_named(tmp_path: Path) -> None:
     layout = chain(tmp_path)
     layout.metrics("update", "0001").write_text("{")
     with pytest.raises(UserError, match=r"metrics/update/0001\.json: not readable as JSON"):
-        read_contents(layout, params_with())
+        read_contents(layout, params_with(), {})
 
 
 def test_a_metric_that_is_not_finite_is_null_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +173,7 @@ def test_a_metric_that_is_not_finite_is_null_and_told(tmp_path: Path, capsys: py
     told = json.loads(layout.provenance("update", "0001").read_text())
     assert told["not_finite"] == {"loss": "nan", "norm": "-inf"}
     assert "warning: update 0001: metric loss is nan" in capsys.readouterr().err
-    contents = read_contents(layout, params_with())
+    contents = read_contents(layout, params_with(), {})
     assert contents.not_finite == ("update/loss of 0001: nan", "update/norm of 0001: -inf")
     assert [point.key for point in contents.points if not point.measured] == ["update/step"]
 
