@@ -165,7 +165,7 @@ def with_changed_weights(project: Project) -> None:
 FINISHED = [
     (["rollouts", "0001"], with_param("rollouts.prompts_per_iteration", 9), ["prompts_per_iteration is 9", "8 prompt"]),
     (["rollouts", "0001"], with_changed_weights, ["artifacts/policy/0000/model", "changed", "dvc checkout"]),
-    (["rewards", "0001"], with_damaged_rollouts, ["rollouts/0001/shard-00001.parquet", "run the stage again"]),
+    (["rewards", "0001"], with_damaged_rollouts, ["rollouts/0001/shard-00001.parquet", "run the stage that makes it"]),
     (["rewards", "0001"], with_reward("return [0.0]"), ["letters"]),
     (["rewards", "0001"], with_reward("return ['high'] * len(completions)"), ["letters", "high"]),
     (["rewards", "0001"], with_reward("return [float('nan')] * len(completions)"), ["letters", "nan"]),
