@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,33 @@ def test_system_metrics_are_added_to_the_timings(tmp_path: Path) -> None:
 def test_a_failing_stage_fails_as_itself(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mine"), watched(tmp_path / "timings.json"):
         raise UserError("mine")
+
+
+def test_gpus_are_looked_at_through_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs as nvidia-ml-py tells of them, the second a virtual one that does not tell its load."""
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError = type("NVMLError", (Exception,), {})  # type: ignore[attr-defined]
+
+    def load(gpu: str) -> types.SimpleNamespace:
+        if gpu == "gpu 1":
+            raise nvml.NVMLError
+        return types.SimpleNamespace(gpu=75)
+
+    nvml.__dict__.update(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: f"gpu {index}",
+        nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(used=3 * 10**9),
+        nvmlDeviceGetUtilizationRates=load,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    timings = tmp_path / "timings.json"
+    with watched(timings):
+        write_json(timings, {})
+    system = json.loads(timings.read_text())["system"]
+    gpus = {key: value for key, value in system.items() if key.startswith("gpu") and key.endswith("_max")}
+    assert gpus == {
+        "gpu_0_memory_usage_megabytes_max": 3000,
+        "gpu_0_utilization_percentage_max": 75,
+        "gpu_1_memory_usage_megabytes_max": 3000,
+    }
