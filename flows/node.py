@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.concurrency.sync import concurrency
@@ -49,12 +50,16 @@ def end_with_worker() -> None:
     """From now on, end this process when the worker that started it is gone; without a worker nothing happens."""
     if "PREFECT__FLOW_RUN_ID" not in os.environ:
         return
-    worker = os.getppid()
+    worker, log = os.getppid(), get_run_logger()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker in the background is deaf to it
 
     def watch() -> None:
         while os.getppid() == worker:
-            time.sleep(0.5)
+            time.sleep(0.2)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # the worker's pipes: Prefect's log handler ends the process at a broken one
+            os.dup2(nowhere, stream)
+        log.error("the worker that started this run is gone, so the run ends")
         # Unlike SIGTERM this lets Prefect tell the server of the crash and give the slot back before the process ends.
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(SECONDS_TO_END_STAGES)

@@ -141,6 +141,8 @@ def test_cancel_leaves_no_process(story: Story) -> None:
 def test_killed_worker_leaves_no_process(story: Story) -> None:
     assert story.survivors["worker"] == []
     assert story.ends["worker killed"] == "Crashed"
+    told = "the worker that started this run is gone, so the run ends"
+    assert told in story.scheduler.logs(story.runs["resumed"])
 
 
 def test_killed_dvc_leaves_no_process_and_is_tried_again(story: Story) -> None:
@@ -169,7 +171,7 @@ def test_prefect_cache(story: Story) -> None:
 def test_log_while_the_stage_runs(story: Story) -> None:
     assert story.seen["state while logged"] == ["Running"]
     lines = "\n".join(story.scheduler.logs(story.runs["resumed"], "rollouts@0003"))
-    assert "16/16 completions" in lines
+    assert "generating, shard 2 of 2: 8/8 completions" in lines
     assert "rollouts 0003: done in" in lines
 
 
