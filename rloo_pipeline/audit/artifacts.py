@@ -59,6 +59,8 @@ def input_path(layout: Layout, stage: str, iteration: str, link: IterationConfig
         return layout.model(link.reference)
     if role == "trainer_state":
         return layout.trainer_state(link.previous)
+    if role == "opponent":
+        return layout.evaluation(INITIAL)
     if role == "prompts":
         return prompts(layout, "eval" if stage == "evaluate" else "train")
     return layout.artifacts / role / iteration
@@ -70,6 +72,8 @@ def maker(stage: str, iteration: str, link: IterationConfig, role: str) -> tuple
         return None
     if role == "prompts":
         return "prepare", INITIAL
+    if role == "opponent":
+        return "evaluate", INITIAL
     if role not in ("policy", "reference", "trainer_state"):
         return role, iteration
     policy = link.reference if role == "reference" else iteration if stage == "evaluate" else link.previous

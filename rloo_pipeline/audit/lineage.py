@@ -126,19 +126,6 @@ def _recorded(layout: Layout, params: Params, node: Node) -> Iterator[tuple[str,
         yield role, input_path(layout, node.stage, node.iteration, link, role), recorded
 
 
-def _sources(layout: Layout, params: Params, node: Node) -> Iterator[tuple[str, Path, str]]:
-    """The user's files that prepare read, by the records that it depends on."""
-    for name, source in params.sources.items():
-        role = f"{SOURCE}{source.path.as_posix()}"
-        if source.used_by == "rewards" or role in node.provenance["inputs"]:
-            continue
-        path = layout.source(source.used_by, name)
-        try:
-            yield role, layout.root / source.path, str(json.loads(path.read_text(encoding="utf-8"))["sha256"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            node.problems.append(f"{path}: not readable as the record of a source ({error!r}); run `dvc repro prepare`")
-
-
 def _check_outputs(layout: Layout, node: Node, contents: Contents, claims: Claims) -> None:
     known: dict[str, str] = {}
     for name, path in outputs(layout, node.stage, node.iteration).items():
@@ -178,8 +165,7 @@ def _of_metrics(path: Path) -> dict[str, int]:
 
 
 def _check_inputs(layout: Layout, params: Params, node: Node, contents: Contents, claims: Claims) -> None:
-    sources = _sources(layout, params, node) if node.stage == "prepare" else ()
-    for role, path, recorded in (*_recorded(layout, params, node), *sources):
+    for role, path, recorded in _recorded(layout, params, node):
         is_source = role.startswith(SOURCE)
         content = contents.source(path) if is_source else contents.artifact(path)
         status = content.status

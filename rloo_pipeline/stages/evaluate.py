@@ -10,6 +10,7 @@ import pyarrow as pa
 from rloo_pipeline.config import EvaluateConfig, RewardConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL
+from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.objective.statistics import bootstrap_interval, pass_at_k, prompt_win_rates
 from rloo_pipeline.policy.handle import Policy, open_policy
@@ -55,6 +56,8 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
         "rewards": [item.model_dump(mode="json") for item in rewards],
     }
     all_inputs = {**inputs, **fingerprints(context.sources, "rewards", layout.root)}
+    if iteration != INITIAL:
+        all_inputs["opponent"] = read_manifest(layout.evaluation(INITIAL))["fingerprint"]
     record = Record(context, "evaluate", all_inputs, settings, started=sampling_record.started)
     entries = _score_rewards(context, rewards, held_out, sampled, record.work, files)
     output = write_shards_manifest(record.work, entries, {"policy_fingerprint": policy.fingerprint, "skipped": False})

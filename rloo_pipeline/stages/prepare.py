@@ -21,6 +21,7 @@ from rloo_pipeline.policy.initial import fetch
 from rloo_pipeline.policy.load import context_length, load_tokenizer
 from rloo_pipeline.policy.trainer_state import write_initial_state
 from rloo_pipeline.shards import write_shards_manifest, write_table
+from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import Context, Record
 from rloo_pipeline.stages.sampling import tell_filtered
 
@@ -37,7 +38,8 @@ def run(
         "prompts": prompts.model_dump(mode="json"),
         "max_tokens": dict(max_tokens),
     }
-    record = Record(context, "prepare", {}, settings)
+    files = {used_by: fingerprints(context.sources, used_by, context.layout.root) for used_by in ("policy", "prompts")}
+    record = Record(context, "prepare", {**files["policy"], **files["prompts"]}, settings)
     work = record.work
     shutil.rmtree(work.parent, ignore_errors=True)
 
@@ -49,15 +51,15 @@ def run(
     check_space(context.layout, work / "model", iterations)
 
     tokenizer, context_tokens = _reading(policy, work / "model")
-    fingerprints, entries = {"policy": policy_fingerprint}, []
+    made, entries = {"policy": policy_fingerprint}, []
     for split, table in tables.items():
         try:
             limit = prompt_limit(context_tokens, max_tokens[split], prompts.max_prompt_tokens)
             kept, filtered = _short_enough(table, tokenizer, limit)
         except UserError as error:
             raise UserError(f"prompts.{split}: {error}") from error
-        fingerprints[split] = write_table(work / "prompts" / f"{split}.parquet", kept)
-        entries.append((f"{split}.parquet", kept.num_rows, fingerprints[split]))
+        made[split] = write_table(work / "prompts" / f"{split}.parquet", kept)
+        entries.append((f"{split}.parquet", kept.num_rows, made[split]))
         record.metrics |= {f"{split}_prompts": kept.num_rows, f"{split}_prompts_filtered": len(filtered)}
         record.notes[f"{split}_filtered"] = filtered
     write_shards_manifest(work / "prompts", entries, {})
@@ -68,7 +70,7 @@ def run(
         work / "trainer_state": layout.trainer_state(INITIAL),
         work / "model": layout.model(INITIAL),
     }
-    record.finish(outputs, fingerprint.of_json(fingerprints))
+    record.finish(outputs, fingerprint.of_json(made))
 
 
 def load_prompts(context: Context, config: PromptsConfig) -> dict[str, pa.Table]:

@@ -172,16 +172,6 @@ def test_missing_provenance_breaks_the_chain(project: Project, lineage: Callable
     assert "git checkout" in problem
 
 
-def test_a_source_without_its_record_is_told_once(project: Project, lineage: Callable[..., Any]) -> None:
-    (project.root / "sources" / "prompts" / "train.json").write_text("{}")
-
-    found = lineage(1)
-
-    (problem,) = found["problems"]
-    assert problem.startswith("sources/prompts/train.json: not readable as the record of a source")
-    assert run_of(found, "prepare", "0000")["problems"] == [problem]
-
-
 def test_pruned_weights_are_missing_and_not_broken(
     project: Project, lineage: Callable[..., Any], rloo: CommandLine
 ) -> None:
