@@ -128,7 +128,8 @@ def main() -> None:
             found = result(project)
             same = found == expected
             counts.update(runs=1, kills=len(told), identical=same, dead_in_time=all_died, mended=mended)
-            print(f"{'; '.join(told) or 'ended first'}: {'identical' if same else 'DIFFERENT'}", flush=True)
+            verdict = ("identical" if same else "DIFFERENT") + ("" if all_died else ", A PROCESS LIVED ON")
+            print(f"{'; '.join(told) or 'ended first'}: {verdict}", flush=True)
             if not same:
                 print([key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)])
             shutil.rmtree(project.root)
