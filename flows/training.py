@@ -135,11 +135,13 @@ def status_task(project: str, allow_missing: bool) -> tuple[list[str], list[str]
 
 @task(name="show", task_run_name="show", **NO_MEMORY)
 def show_task(project: str, iteration: str) -> None:
-    """Make the iteration's artifacts: figures, groups, a link to the MLflow run."""
-    from rloo_pipeline.tracking import run_url
+    """Make the iteration's artifacts: figures, groups, a link to the MLflow run, which learns of dvc.lock here."""
+    from rloo_pipeline.tracking import in_passing, run_url
 
     layout = Layout(Path(project))
-    table = artifacts.figures(layout, load_params(layout.params), iteration)
+    params = load_params(layout.params)
+    in_passing(layout, params, tell=_log)
+    table = artifacts.figures(layout, params, iteration)
     create_table_artifact(table, key=f"iteration-{iteration}", description=f"Figures of iteration {iteration}")
     text = artifacts.groups(layout.root, iteration)
     create_markdown_artifact(text, key=f"groups-{iteration}", description=f"Groups of iteration {iteration}")
@@ -161,6 +163,8 @@ def plainly(
     iterations: int | None, extend_by: int, overrides: dict[str, Any], target: str, project: str, allow_missing: bool
 ) -> None:
     """The same run without any server: its lines to standard error, and no second tries."""
+    from rloo_pipeline.tracking import in_passing
+
     root = Path(project)
 
     def say(line: str) -> None:
@@ -177,6 +181,7 @@ def plainly(
     run(opening)
     for iteration in unfinished:
         run(chain.of_iteration(iteration))
+        in_passing(Layout(root), params, tell=say)
     if not unfinished:
         run([chain.LAST])
     if target != LOCAL:

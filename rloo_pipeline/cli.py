@@ -79,13 +79,13 @@ def _stage(name: str, *, offline: bool) -> Iterator[tuple[Layout, Params]]:
 def _run(stage: str, iteration: str) -> None:
     from rloo_pipeline import system
     from rloo_pipeline.stages import dispatch
-    from rloo_pipeline.tracking import AFTER, after_stage
+    from rloo_pipeline.tracking import AFTER, in_passing
 
     with _stage(f"{stage} {iteration}", offline=stage not in dispatch.ONLINE) as (layout, params):
         with system.watched(layout.timings(stage, iteration)):
             dispatch.run(stage, layout, params, iteration)
-        if params.execution.tracking and stage in AFTER:
-            after_stage(layout, params)
+        if stage in AFTER:
+            in_passing(layout, params, stage_ends=True)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """MLflow shows what the files say: `track` makes a run equal to them, as often as it is called."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rloo_pipeline.config import Params
@@ -44,15 +45,17 @@ def track(layout: Layout, params: Params, *, copy_models: bool = False, stage_en
     return Tracked(run.run_id, new_run, points, contents.not_finite)
 
 
-def after_stage(layout: Layout, params: Params) -> None:
-    """Track at the end of a stage; whatever goes wrong is told in one line and is made up for by `rloo track`."""
+def in_passing(layout: Layout, params: Params, *, stage_ends: bool = False, tell: Callable[[str], None] = say) -> None:
+    """Track unless params say not to; whatever goes wrong is told in one line and is made up for by `rloo track`."""
+    if not params.execution.tracking:
+        return
     try:
-        done = track(layout, params, stage_ends=True)
+        done = track(layout, params, stage_ends=stage_ends)
     except Exception as error:  # the stage is done and its artifacts stand: nothing here may make it fail
-        say(f"mlflow: {address()} took nothing ({reason(error)}); `rloo track` makes up for it")
+        tell(f"mlflow: {address()} took nothing ({reason(error)}); `rloo track` makes up for it")
         return
     for text in done.not_finite:
-        say(f"mlflow: not a finite number, so told in the tag rloo.not_finite alone: {text}")
+        tell(f"mlflow: not a finite number, so told in the tag rloo.not_finite alone: {text}")
 
 
 def track_now(layout: Layout, params: Params, *, copy_models: bool) -> Tracked:

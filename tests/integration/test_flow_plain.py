@@ -9,6 +9,7 @@ import pytest
 from flows import dvc
 from rloo_pipeline import gpu
 from rloo_pipeline.layout import Layout
+from rloo_pipeline.tracking.book import lock_hash, read_runs
 from tests.conftest import CommandLine
 from tests.project import Project
 
@@ -24,7 +25,8 @@ def test_prefect_sqlite(finished_project: Project, tmp_path: Path) -> None:
     """Without a server no server is started and no database made, and the stages run."""
     project = finished_project.copy(tmp_path / "copy")
     project.run("dvc", "remote", "add", "store", str(tmp_path / "store"))
-    code, said = plainly(project, "--set", "iterations.0002.evaluate=false", "--target", "store")
+    settings = ("iterations.0002.evaluate=false", "execution.tracking=true")
+    code, said = plainly(project, *(word for value in settings for word in ("--set", value)), "--target", "store")
     assert code == 0, said
     assert "> rloo evaluate 0002" in said
     assert "> rloo history" in said
@@ -32,6 +34,8 @@ def test_prefect_sqlite(finished_project: Project, tmp_path: Path) -> None:
     assert not list((project.root / "prefect").rglob("*.db"))
     assert project.run("dvc", "status", "--json").stdout.strip() == "{}"
     assert project.run("dvc", "status", "--remote", "store", "--json").stdout.strip() == "{}"
+    (run,) = read_runs(Layout(project.root))
+    assert [link.dvc_lock for link in run.links] == [lock_hash(project.lock())], "MLflow learns of the finished lock"
 
 
 def test_user_errors_are_told(finished_project: Project, tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from rloo_pipeline.dvc_files import back_up, mend
 from rloo_pipeline.errors import Busy
 from rloo_pipeline.layout import Layout
 
-LOCK = "schema: '2.0'\nstages:\n  prepare:\n    cmd: rloo prepare\n    outs:\n    - path: a\n      hash: md5\n      md5: 0f00a\n"
+LOCK = (
+    "schema: '2.0'\nstages:\n  prepare:\n    cmd: rloo prepare\n"
+    "    outs:\n    - path: a\n      hash: md5\n      md5: 0f00a\n"
+)
 
 
 @pytest.fixture
