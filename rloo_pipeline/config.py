@@ -127,6 +127,12 @@ class RolloutsConfig(SamplingConfig):
         # Rounded first, because 10 * 1.1 is a little more than 11.
         return math.ceil(round(self.prompts_per_iteration * self.oversample, 6))
 
+    @property
+    def prompts_asked(self) -> str:
+        """prompts_drawn as a message tells it."""
+        drawn = f" x oversample {self.oversample:g} = {self.prompts_drawn}" if self.oversample > 1 else ""
+        return f"{self.prompts_per_iteration}{drawn}"
+
     @model_validator(mode="after")
     def _whole_distribution(self) -> Self:
         neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -249,6 +255,13 @@ class Params(Section):
             check_completions(self.advantages.baseline, self.rollouts.completions_per_prompt)
         except UserError as error:
             raise ValueError(f"rollouts.{error}") from error
+        in_all = self.rollouts.prompts_drawn * self.rollouts.completions_per_prompt
+        if self.advantages.baseline in ("batch_mean", "global_standardized") and in_all < 2:
+            raise ValueError(
+                f"advantages.baseline: {self.advantages.baseline} compares a completion with the others of the "
+                "iteration, and one prompt with one completion has none; raise rollouts.prompts_per_iteration or "
+                "rollouts.completions_per_prompt"
+            )
         if not self.logprobs.reference and self.advantages.beta > 0:
             raise ValueError(
                 "advantages.beta is above 0 but logprobs.reference is false: the KL penalty needs the reference's "

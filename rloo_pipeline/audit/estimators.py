@@ -17,6 +17,7 @@ from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.advantages import Advantages
 from rloo_pipeline.objective.baselines import BASELINES, RunningMean
 from rloo_pipeline.objective.gradient_variance import GradientMoments, gradient_moments, relative_variance, subsample
+from rloo_pipeline.objective.groups import SINGLE
 from rloo_pipeline.objective_config import AdvantagesConfig
 from rloo_pipeline.policy.batches import collate, rows_of
 from rloo_pipeline.policy.handle import Policy, open_policy
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 BUCKETS = 2**14  # an inner product is off by 1.1% of the norms (one standard deviation)
 SUBSETS = 512  # random choices of K completions a group that a figure is over: with fewer, |E G|^2 is mostly noise
-SINGLE = 4 * float(np.finfo(np.float32).eps)  # stored rewards are rounded: a smaller share of them has no sign
 OUTSIDE = (
     "The gradient compared is that of one on-policy step, divided by the number of completions: it knows nothing of "
     "update.loss_normalization, sampler_correction, the KL in the loss, clipping over several steps, "

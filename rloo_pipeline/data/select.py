@@ -9,15 +9,15 @@ from rloo_pipeline.errors import UserError
 Indices = npt.NDArray[np.int64]
 
 
-def select(n_prompts: int, per_iteration: int, iteration: int, seed: int) -> Indices:
+def select(n_prompts: int, per_iteration: int, iteration: int, seed: int, asked: str = "") -> Indices:
     """Indices `prompts_P` (distinct, int64, below n_prompts) of iteration 1, 2, ...
 
     Iterations take consecutive pieces of a row of epochs, each a permutation of all prompts. Raises UserError if an
-    iteration would need a prompt twice.
+    iteration would need a prompt twice; asked: how per_iteration comes about, as the message tells it.
     """
     if per_iteration > n_prompts:
         raise UserError(
-            f"rollouts.prompts_per_iteration is {per_iteration}, but there are {n_prompts} prompts; lower it, or give "
+            f"rollouts.prompts_per_iteration is {asked or per_iteration}, but there are {n_prompts} prompts; lower it, or give "
             "more prompts"
         )
     if iteration < 1:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.objective.baselines import BASELINES, Estimate, check_completions
-from rloo_pipeline.objective.groups import WithoutSignal, check_group_sizes, informative, select_groups
+from rloo_pipeline.objective.baselines import BASELINES, Estimate, check_completions, with_company
+from rloo_pipeline.objective.groups import WithoutSignal, check_group_sizes, informative, levelled, select_groups
 
 INVALID = "no valid reward"
 MASKED = "truncated at max_tokens"
@@ -86,10 +86,13 @@ def compute(
         raise UserError("advantages.normalize makes every advantage of best_of_k 0; set it to false")
     reward_N = _clipped(rewards_N, valid_N, reward_clip_range)
     before_kl_N = reward_N if penalty_N is None else reward_N - penalty_N
-    penalized_N = _penalized(before_kl_N, kl_N, beta)
-    _check_finite(reward_N, penalized_N, kl_N, groups_N, valid_N, names_G)
+    _check_finite(reward_N, _penalized(before_kl_N, kl_N, beta), kl_N, groups_N, valid_N, names_G)
     usable_N = valid_N if masked_N is None else valid_N & ~masked_N
-    signal_G = informative(before_kl_N, groups_N, usable_N, len(names_G))
+    scale_N = np.abs(reward_N) + np.abs(reward_N - before_kl_N)
+    signal_G = informative(before_kl_N, groups_N, usable_N, len(names_G), scale_N)
+    # Rewards that differ by rounding are made equal, so that their advantages are 0 and no deviation is rounding.
+    before_kl_N = levelled(before_kl_N, groups_N, usable_N & ~signal_G[groups_N])
+    penalized_N = _penalized(before_kl_N, kl_N, beta)
     selected_G = select_groups(signal_G, without_signal, groups_wanted)
     in_baseline_N = usable_N & selected_G[groups_N]
     estimate = BASELINES[baseline].estimate(penalized_N, groups_N, in_baseline_N, past_mean)
@@ -99,7 +102,8 @@ def compute(
         (~usable_N, MASKED),
         (~selected_G[groups_N] & ~signal_G[groups_N], NO_SIGNAL),
         (~in_baseline_N, SURPLUS),
-        (in_baseline_N, NOT_BEST if baseline == "best_of_k" else NO_SIBLING),
+        (with_company(groups_N, in_baseline_N), NOT_BEST),
+        (in_baseline_N, NO_SIBLING),
     )
     return Advantages(
         reward_N=reward_N,

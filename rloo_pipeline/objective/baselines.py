@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.objective.groups import group_minima, group_sums
+from rloo_pipeline.objective.groups import group_minima, group_sums, informative
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _subtracted(rewards_N: np.ndarray, baseline_N: np.ndarray, trained_N: np.nda
     return Estimate(baseline_N, np.where(trained_N, rewards_N - baseline_N, 0.0), trained_N)
 
 
-def _with_company(groups_N: np.ndarray, valid_N: np.ndarray) -> np.ndarray:
+def with_company(groups_N: np.ndarray, valid_N: np.ndarray) -> np.ndarray:
     """The valid rows whose group has another one; alone, a row has nothing to be compared with."""
     count_G = np.bincount(groups_N[valid_N], minlength=int(groups_N.max(initial=-1)) + 1)
     accompanied_N: np.ndarray = valid_N & (count_G[groups_N] > 1)
@@ -90,7 +90,7 @@ def _leave_one_out(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndar
     Bias: none. Minimal K: 2. Source: Kool et al. 2019, Buy 4 REINFORCE samples; Ahmadian et al. 2024,
     arXiv:2402.14740, RLOO.
     """
-    return _subtracted(rewards_N, leave_one_out(rewards_N, groups_N, valid_N), _with_company(groups_N, valid_N))
+    return _subtracted(rewards_N, leave_one_out(rewards_N, groups_N, valid_N), with_company(groups_N, valid_N))
 
 
 def _none(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, past_mean: float) -> Estimate:
@@ -116,7 +116,7 @@ def _batch_mean(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray
     Bias: none. Minimal K: 1, with at least two rows in all. Source: Kool et al. 2019, with the batch as the group.
     """
     batch_N = np.zeros_like(groups_N)
-    return _subtracted(rewards_N, leave_one_out(rewards_N, batch_N, valid_N), _with_company(batch_N, valid_N))
+    return _subtracted(rewards_N, leave_one_out(rewards_N, batch_N, valid_N), with_company(batch_N, valid_N))
 
 
 def _standardized(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, divide: bool) -> Estimate:
@@ -126,11 +126,11 @@ def _standardized(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarr
     centred = excess.values - mean
     baseline_N[valid_N] = excess.low + mean
     if divide:
-        rows = groups_N[valid_N]
-        variance_G = group_sums(centred**2, rows, int(groups_N.max(initial=-1)) + 1)
-        deviation = np.sqrt(variance_G[rows] / excess.count)
-        centred = np.divide(centred, deviation, out=np.zeros_like(centred), where=deviation > 0)
-    trained_N = _with_company(groups_N, valid_N)
+        rows, groups = groups_N[valid_N], int(groups_N.max(initial=-1)) + 1
+        deviation = np.sqrt(group_sums(centred**2, rows, groups)[rows] / excess.count)
+        differ = informative(rewards_N, groups_N, valid_N, groups)[rows] & (deviation > 0)
+        centred = np.divide(centred, deviation, out=np.zeros_like(centred), where=differ)
+    trained_N = with_company(groups_N, valid_N)
     advantage_N[valid_N] = centred
     return Estimate(baseline_N, np.where(trained_N, advantage_N, 0.0), trained_N)
 
@@ -149,7 +149,7 @@ def _group_standardized(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np
 
     Bias: prompts are weighted by 1 / deviation, so the rare success of a hard prompt (and the rare failure of an easy
     one) counts for more: at K = 8, 3.02 times its group_mean advantage for 1 success against 2.00 for 4; and a
-    difference however small is blown up to size 1. Minimal K: 2. Source: Shao et al. 2024, arXiv:2402.03300, GRPO.
+    difference above the rounding of rewards is blown up to size 1. Minimal K: 2. Source: Shao et al. 2024, arXiv:2402.03300, GRPO.
     """
     return _standardized(rewards_N, groups_N, valid_N, divide=True)
 
@@ -159,8 +159,8 @@ def _global_standardized(
 ) -> Estimate:
     """A_i = (R_i - mean of all valid R_j) / their standard deviation, over the whole iteration.
 
-    Bias: own reward included ((N - 1) / N) and the step's length divided by a deviation that depends on the samples;
-    both fade as N grows. Minimal K: 1, with at least two rows in all. Source: Hu 2025, arXiv:2501.03262, REINFORCE++.
+    Bias: own reward included ((N - 1) / N), and divided by a deviation that depends on the samples, which changes the
+    direction too; both fade as N grows. Minimal K: 1, with at least two rows in all. Source: Hu 2025, arXiv:2501.03262, REINFORCE++.
     """
     return _standardized(rewards_N, np.zeros_like(groups_N), valid_N, divide=True)
 
@@ -168,11 +168,13 @@ def _global_standardized(
 def _best_of_k(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, past_mean: float) -> Estimate:
     """A = 1 for the best valid completion of each group, the first in row order among equals; the rest is left out.
 
+    A valid row without a valid sibling is not the best of anything and is left out too.
+
     Bias: not a policy gradient at all but maximum likelihood on the policy's best samples: size and sign of the
     rewards play no part, and a group of equal rewards is trained on like any other. Minimal K: 2. Source: Dong et al.
     2023, arXiv:2304.06767, RAFT.
     """
-    rows = np.flatnonzero(valid_N)
+    rows = np.flatnonzero(with_company(groups_N, valid_N))
     order = rows[np.lexsort((rows, -rewards_N[rows], groups_N[rows]))]
     _, first = np.unique(groups_N[order], return_index=True)
     trained_N = np.zeros(len(rewards_N), bool)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+LARGEST_LOG_RATIO = 80.0  # nats; exp(88.8) is infinite in float32
+
 
 @dataclass(frozen=True)
 class ClippedLoss:
     """A microbatch's share of the loss, and where the clip took the gradient away."""
 
     loss: torch.Tensor  # scalar
-    ratio: torch.Tensor  # [N] or [N, T], detached; 1 at padding and where the advantage is 0
+    ratio: torch.Tensor  # [N] or [N, T], detached; 1 at padding and where the advantage is 0, at most exp(80) above it
     clipped_low: torch.Tensor  # bool: ratio below 1 - epsilon with a negative advantage
     clipped_high: torch.Tensor  # bool: ratio above 1 + epsilon_high with a positive advantage
 
@@ -68,8 +70,10 @@ def _clipped(
     epsilon: float,
     epsilon_high: float,
 ) -> ClippedLoss:
-    # Where the advantage is 0 an overflowing ratio would give 0 * inf.
-    ratio = log_ratio.masked_fill(advantages == 0, 0).exp()
+    # An overflowing ratio would give 0 * inf where the advantage is 0, and where the clip takes its gradient away. With
+    # a negative advantage there is no upper bound, and the overflow must show in the gradient's norm.
+    log_ratio = log_ratio.masked_fill(advantages == 0, 0)
+    ratio = torch.where(advantages > 0, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantages)
     return ClippedLoss(
         loss=-(gain if weights is None else gain * weights).sum() / (denominator or 1),

@@ -8,6 +8,7 @@ import numpy as np
 from rloo_pipeline.errors import UserError
 
 WithoutSignal = Literal["keep", "drop", "resample"]
+SINGLE = 4 * float(np.finfo(np.float32).eps)  # stored rewards are rounded: a smaller share of them is no difference
 
 
 def index_groups(prompt_ids_N: Sequence[str]) -> tuple[np.ndarray, list[str]]:
@@ -43,10 +44,28 @@ def group_minima(values_N: np.ndarray, groups_N: np.ndarray, groups: int) -> np.
     return low_G
 
 
-def informative(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, groups: int) -> np.ndarray:
-    """Whether the valid rewards of a group differ, bool [G]; a group with fewer than two valid rows has no signal."""
+def informative(
+    rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, groups: int, scale_N: np.ndarray | None = None
+) -> np.ndarray:
+    """Whether the valid rewards of a group differ by more than their rounding, bool [G].
+
+    A group with fewer than two valid rows has no signal. scale_N: size of what a reward was computed from, of which
+    the rounding is a share; |rewards_N| if None.
+    """
     values, rows = rewards_N[valid_N], groups_N[valid_N]
-    return -group_minima(-values, rows, groups) > group_minima(values, rows, groups)
+    scale = np.abs(rewards_N if scale_N is None else scale_N)[valid_N]
+    low_G, high_G = group_minima(values, rows, groups), -group_minima(-values, rows, groups)
+    rounding_G = SINGLE * np.maximum(-group_minima(-scale, rows, groups), 0.0)
+    with np.errstate(invalid="ignore"):  # an empty group is from inf to -inf
+        return high_G > low_G + rounding_G
+
+
+def levelled(rewards_N: np.ndarray, groups_N: np.ndarray, level_N: np.ndarray) -> np.ndarray:
+    """The rewards, but in the rows of level_N each group's least of them, float64 [N]."""
+    rows = groups_N[level_N]
+    levelled_N = rewards_N.copy()
+    levelled_N[level_N] = group_minima(rewards_N[level_N], rows, int(groups_N.max(initial=-1)) + 1)[rows]
+    return levelled_N
 
 
 def select_groups(informative_G: np.ndarray, without_signal: WithoutSignal, wanted: int | None = None) -> np.ndarray:

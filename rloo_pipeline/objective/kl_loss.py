@@ -40,7 +40,9 @@ def kl_loss(
         kl_N = kl_N / completion_mask_NT.sum(-1).clamp(min=1)
     if estimator == "k1" and normalization == "none":
         kl_N = kl_N.detach()
-    ratio_N = (logprobs_NT - old_logprobs_NT).masked_fill(~completion_mask_NT, 0).sum(-1).exp()
+    log_ratio_N = (logprobs_NT - old_logprobs_NT).masked_fill(~completion_mask_NT, 0).sum(-1)
     if weights_N is not None:
         kl_N = kl_N * weights_N.to(kl_N.dtype)
-    return (ratio_N * kl_N).sum() / (denominator or 1)
+        # An overflowing ratio would give 0 * inf. Elsewhere nothing bounds it, and it must show in the gradient's norm.
+        log_ratio_N = log_ratio_N.masked_fill(weights_N == 0, 0)
+    return (log_ratio_N.exp() * kl_N).sum() / (denominator or 1)

@@ -15,7 +15,7 @@ def run(context: Context, config: RolloutsConfig) -> None:
     """Select prompts, sample K completions of each, write shards and manifest; raises UserError on unusable input."""
     policy = open_policy(context.layout.model(context.link.previous))
     train, train_fingerprint = read_table(context.layout.prompts / "train.parquet")
-    chosen = select(train.num_rows, config.prompts_drawn, context.number, context.seed)
+    chosen = select(train.num_rows, config.prompts_drawn, context.number, context.seed, config.prompts_asked)
     inputs = {"policy": policy.fingerprint, "prompts": train_fingerprint}
     record = start(context, "rollouts", config, inputs)
 

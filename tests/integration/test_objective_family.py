@@ -300,3 +300,8 @@ def test_resample_reports_a_shortfall(lab: Lab, capsys: pytest.CaptureFixture[st
     assert counted["groups_short"] >= 2
     assert "groups with signal are missing of those wanted" in capsys.readouterr().err
     assert lab.metrics("update", "0001")["completions"] == 4 * counted["groups_trained"]
+
+
+def test_more_prompts_drawn_than_there_are(lab: Lab) -> None:
+    with pytest.raises(UserError, match=r"prompts_per_iteration is 6 x oversample 2 = 12, but there are 8 prompts"):
+        lab.run("0001", "rollouts", rollouts={"prompts_per_iteration": 6, "oversample": 2.0})

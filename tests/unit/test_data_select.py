@@ -51,3 +51,5 @@ def test_first_prompt_is_uniform() -> None:
 def test_more_than_there_are() -> None:
     with pytest.raises(UserError, match="prompts_per_iteration is 9, but there are 8 prompts; lower it"):
         select(8, 9, 1, seed=0)
+    with pytest.raises(UserError, match=r"is 16 x oversample 4 = 64, but there are 50 prompts; lower it"):
+        select(50, 64, 1, 0, "16 x oversample 4 = 64")

@@ -75,11 +75,10 @@ def test_invalid_rows_count_for_nothing(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lone_row(name):
     found = estimate(name, [3, 1, 2], [0, 1, 1])
-    compares = name in ("leave_one_out", "group_mean", "group_standardized")
+    compares = name in ("leave_one_out", "group_mean", "group_standardized", "best_of_k")
     assert found.trained_N[0] == (not compares)
-    if compares:
-        assert found.advantage_N[0] == 0
-        assert found.baseline_N[0] == 3
+    assert (found.advantage_N[0] == 0) == compares
+    assert found.baseline_N[0] == 3 or name not in ("leave_one_out", "group_mean", "group_standardized")
 
 
 def test_amplification_of_rare_successes():
@@ -111,7 +110,8 @@ def test_too_few_completions_are_refused_with_the_reason(name):
             check_completions(name, 1)
 
 
-batches = hnp.arrays(np.float64, (3, 4), elements=st.floats(-10, 10, width=16)).map(np.ravel)
+# Multiples of 1/64: adding a shift to them does not round, and none differs from another by rounding alone.
+batches = hnp.arrays(np.float64, (3, 4), elements=st.integers(-640, 640)).map(lambda drawn: drawn.ravel() / 64)
 FOUR_EACH = np.repeat(np.arange(3), 4)
 VALID = np.arange(12) % 7 != 3
 
@@ -141,7 +141,6 @@ PER_GROUP = ("leave_one_out", "group_mean", "group_standardized", "best_of_k")
 @pytest.mark.parametrize("name", PER_GROUP)
 @given(rewards=batches, shift=st.sampled_from([-64.0, 0.5, 3.0, 128.0]))
 def test_a_constant_added_to_a_group_changes_nothing(name, rewards, shift):
-    # The rewards have 16 bits, so that adding the shift does not round.
     shifted = rewards + np.where(FOUR_EACH == 1, shift, 0.0)
     plain, moved = (estimate(name, values, FOUR_EACH, VALID).advantage_N for values in (rewards, shifted))
     np.testing.assert_allclose(moved, plain, rtol=0, atol=1e-6)
@@ -183,6 +182,21 @@ def test_flat_groups_give_exactly_zero(name, reward):
 @pytest.mark.parametrize("name", ["batch_mean", "global_standardized"])
 def test_a_flat_batch_gives_exactly_zero(name):
     np.testing.assert_array_equal(estimate(name, [0.1] * 6, [0, 0, 0, 1, 1, 1]).advantage_N, 0)
+
+
+@pytest.mark.parametrize("name", ["group_standardized", "global_standardized"])
+def test_rounding_is_not_blown_up(name):
+    """0.7 in 32 bits and 1 - 0.3 in 64 differ by 1.2e-8; a thousandth is a difference."""
+    rewards = [np.float32(0.7), 1 - 0.3]
+    np.testing.assert_array_equal(estimate(name, rewards, [0, 0]).advantage_N, 0)
+    np.testing.assert_allclose(estimate(name, [0.7, 0.7007], [0, 0]).advantage_N, [-1, 1])
+    # Each group by its own size: a large reward elsewhere does not hide what is small.
+    beside = estimate(name, [0.7, 0.7007, 1e6, 1e6 + 1], [0, 0, 1, 1]).advantage_N
+    assert name == "global_standardized" or beside == pytest.approx([-1, 1, -1, 1])
+
+
+def test_rewards_whose_deviation_underflows_are_equal():
+    np.testing.assert_array_equal(estimate("group_standardized", [1e-200, 0.0], [0, 0]).advantage_N, 0)
 
 
 def test_zero_std_is_no_division_by_zero():

@@ -107,6 +107,36 @@ def test_an_overflowing_ratio_without_advantage_is_harmless():
 
 
 @pytest.mark.parametrize("loss_of", [sequence_clipped_loss, token_clipped_loss])
+def test_an_overflowing_ratio_that_is_clipped_has_no_gradient(loss_of):
+    """The other row's gradient stays what it is alone: ratio 1, advantage 0.5, divided by 2."""
+    logprobs = torch.zeros(2, 2, requires_grad=True)
+    old, advantages = torch.tensor([[-500.0, -500.0], [0.0, 0.0]]), torch.tensor([1.0, 0.5])
+    result = loss_of(logprobs, old, torch.full((2, 2), True), advantages, 2, 0.2, 0.3)
+    (gradient,) = torch.autograd.grad(result.loss, logprobs)
+    assert gradient.tolist() == [[0, 0], [-0.25, -0.25]]
+    assert result.loss.item() == pytest.approx(-(1.3 + 0.5) / 2 * (1 if loss_of is sequence_clipped_loss else 2))
+    assert result.clipped_high.reshape(2, -1).any(-1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("loss_of", [sequence_clipped_loss, token_clipped_loss])
+def test_an_overflowing_ratio_that_nothing_bounds_shows_in_the_gradient(loss_of):
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    result = loss_of(logprobs, torch.full((1, 2), -500.0), torch.full((1, 2), True), -torch.ones(1), 1, 0.2, 0.3)
+    (gradient,) = torch.autograd.grad(result.loss, logprobs)
+    assert not gradient.isfinite().any()
+
+
+def test_an_overflowing_ratio_in_the_kl_loss():
+    """It is harmless in a completion of weight 0, and shows in the gradient of one that counts."""
+    logprobs, old = torch.zeros(2, 2, requires_grad=True), torch.tensor([[-500.0, -500.0], [0.0, 0.0]])
+    given = logprobs, old, torch.full((2, 2), -0.5), torch.full((2, 2), True), 2, "k1", "none"
+    (gradient,) = torch.autograd.grad(kl_loss(*given, torch.tensor([0.0, 1.0])), logprobs)
+    assert gradient.tolist() == [[0, 0], [0.5, 0.5]]
+    (gradient,) = torch.autograd.grad(kl_loss(*given, torch.tensor([1.0, 1.0])), logprobs)
+    assert not gradient[0].isfinite().any()
+
+
+@pytest.mark.parametrize("loss_of", [sequence_clipped_loss, token_clipped_loss])
 def test_clipped_losses_do_not_depend_on_the_microbatches(loss_of):
     logprobs, mask, advantages = padded()
     old = padded(1)[0].detach()

@@ -67,6 +67,28 @@ def test_a_penalty_gives_signal_to_a_group_of_equal_rewards():
     assert result.counts.groups_without_signal == 1
 
 
+# Rewards as stored, in 32 bits, and what is taken off them in 64: equal but for rounding, also around 0.
+ROUNDED = [([0.7, 1.0], [0.0, 0.3]), ([0.3, 0.0], [0.3, 0.0])]
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "group_mean", "group_standardized"])
+@pytest.mark.parametrize(("rewards", "penalties"), ROUNDED)
+def test_what_rounding_leaves_of_a_penalty_is_no_signal(rewards, penalties, baseline):
+    rewards, penalty_N = np.array([*rewards, 1.0, 0.0], np.float32), np.array([*penalties, 0.0, 0.0])
+    assert 0 < np.ptp(rewards[:2].astype(float) - penalty_N[:2]) < 1e-7
+    given = {"rewards": rewards, "groups": [0, 0, 1, 1], "penalty_N": penalty_N, "baseline": baseline}
+    kept = compute(**given)
+    np.testing.assert_array_equal(kept.advantage_N[:2], 0)
+    assert kept.advantage_N[2] > 0.4
+    assert kept.counts.groups_without_signal == 1
+    assert list(compute(**given, without_signal="drop").trained_N) == [False, False, True, True]
+
+
+def test_a_group_without_signal_keeps_the_rewards_of_its_masked_rows():
+    result = compute([5.0, 0.7, 0.7], [0] * 3, k=3, masked_N=np.arange(3) == 0)
+    np.testing.assert_array_equal(result.penalized_reward_N, [5.0, 0.7, 0.7])
+
+
 def test_select_groups():
     signal_G = np.array([False, True, True, False, True])
     np.testing.assert_array_equal(select_groups(signal_G, "keep"), [1, 1, 1, 1, 1])
@@ -119,6 +141,15 @@ def test_best_of_k_says_why_the_others_are_left_out():
     assert result.in_baseline_N.all()
 
 
+def test_group_size_shrunk_to_one_valid_row_is_not_the_best_of_its_group():
+    result = compute([1, np.nan, 3, 5], [0, 0, 1, 1], [True, False, True, True], baseline="best_of_k")
+    np.testing.assert_array_equal(result.advantage_N, [0, 0, 0, 1])
+    expected = [advantages.NO_SIBLING, advantages.INVALID, advantages.NOT_BEST, None]
+    assert list(result.exclusion_reason_N) == expected
+    counts = result.counts
+    assert (counts.rows_without_sibling, counts.groups_of_one_valid_row, counts.rows_trained) == (1, 1, 1)
+
+
 def test_every_row_is_counted_once_by_what_became_of_it():
     """Groups, in order: two invalid and one alone; masked, invalid, masked; flat; trained on; surplus."""
     rewards = [np.nan, np.nan, 1, 1, np.nan, 2, 3, 3, 3, 1, 2, 4, 5, 5, 6]
@@ -130,7 +161,7 @@ def test_every_row_is_counted_once_by_what_became_of_it():
     kept = compute(rewards, **settings).counts
     assert (kept.rows_without_signal, kept.rows_without_sibling, kept.rows_trained) == (0, 1, 9)
     best = compute(rewards, **settings, baseline="best_of_k").counts
-    assert (best.rows_not_best, best.rows_trained) == (6, 4)
+    assert (best.rows_not_best, best.rows_without_sibling, best.rows_trained) == (6, 1, 3)
 
 
 def test_normalize():

@@ -52,6 +52,20 @@ REFUSED = [
         },
         "a group of one completion never has signal",
     ),
+    (
+        {
+            "advantages": {"baseline": "batch_mean"},
+            "rollouts": {"completions_per_prompt": 1, "prompts_per_iteration": 1},
+        },
+        "batch_mean compares a completion with the others of the iteration",
+    ),
+    (
+        {
+            "advantages": {"baseline": "global_standardized"},
+            "rollouts": {"completions_per_prompt": 1, "prompts_per_iteration": 1},
+        },
+        "global_standardized compares a completion with the others of the iteration",
+    ),
     ({"advantages": {"baseline": "best_of_k"}, "update": {"epochs": 2}}, "best_of_k trains on the plain likelihood"),
     (
         {"advantages": {"baseline": "best_of_k"}, "update": {"sampler_correction": "truncate"}},
@@ -84,6 +98,25 @@ REFUSED = [
 def test_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parsed(**sections)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "sizes"),
+    [
+        ("batch_mean", {"completions_per_prompt": 1, "prompts_per_iteration": 2}),
+        ("batch_mean", {"completions_per_prompt": 2, "prompts_per_iteration": 1}),
+        ("global_standardized", {"completions_per_prompt": 1, "prompts_per_iteration": 1, "oversample": 2.0}),
+        ("none", {"completions_per_prompt": 1, "prompts_per_iteration": 1}),
+    ],
+)
+def test_two_completions_in_all_are_enough(baseline: str, sizes: dict[str, Any]) -> None:
+    assert parsed(rollouts=sizes, advantages={"baseline": baseline})
+
+
+def test_prompts_asked_tell_how_many_are_drawn() -> None:
+    asked = parsed(rollouts={"prompts_per_iteration": 16, "oversample": 4.0}).rollouts.prompts_asked
+    assert asked == "16 x oversample 4 = 64"
+    assert parsed(rollouts={"prompts_per_iteration": 16}).rollouts.prompts_asked == "16"
 
 
 @pytest.mark.parametrize(
