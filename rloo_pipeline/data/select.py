@@ -17,8 +17,8 @@ def select(n_prompts: int, per_iteration: int, iteration: int, seed: int, asked:
     """
     if per_iteration > n_prompts:
         raise UserError(
-            f"rollouts.prompts_per_iteration is {asked or per_iteration}, but there are {n_prompts} prompts; lower it, or give "
-            "more prompts"
+            f"rollouts.prompts_per_iteration is {asked or per_iteration}, but there are {n_prompts} prompts; lower it, "
+            "or give more prompts"
         )
     if iteration < 1:
         raise ValueError(f"iteration {iteration}: counted from 1")

@@ -149,7 +149,8 @@ def _group_standardized(rewards_N: np.ndarray, groups_N: np.ndarray, valid_N: np
 
     Bias: prompts are weighted by 1 / deviation, so the rare success of a hard prompt (and the rare failure of an easy
     one) counts for more: at K = 8, 3.02 times its group_mean advantage for 1 success against 2.00 for 4; and a
-    difference above the rounding of rewards is blown up to size 1. Minimal K: 2. Source: Shao et al. 2024, arXiv:2402.03300, GRPO.
+    difference above the rounding of rewards is blown up to size 1. Minimal K: 2. Source: Shao et al. 2024,
+    arXiv:2402.03300, GRPO.
     """
     return _standardized(rewards_N, groups_N, valid_N, divide=True)
 
@@ -160,7 +161,8 @@ def _global_standardized(
     """A_i = (R_i - mean of all valid R_j) / their standard deviation, over the whole iteration.
 
     Bias: own reward included ((N - 1) / N), and divided by a deviation that depends on the samples, which changes the
-    direction too; both fade as N grows. Minimal K: 1, with at least two rows in all. Source: Hu 2025, arXiv:2501.03262, REINFORCE++.
+    direction too; both fade as N grows. Minimal K: 1, with at least two rows in all. Source: Hu 2025,
+    arXiv:2501.03262, REINFORCE++.
     """
     return _standardized(rewards_N, np.zeros_like(groups_N), valid_N, divide=True)
 

@@ -57,7 +57,8 @@ def informative(
     low_G, high_G = group_minima(values, rows, groups), -group_minima(-values, rows, groups)
     rounding_G = SINGLE * np.maximum(-group_minima(-scale, rows, groups), 0.0)
     with np.errstate(invalid="ignore"):  # an empty group is from inf to -inf
-        return high_G > low_G + rounding_G
+        differ_G: np.ndarray = high_G > low_G + rounding_G
+    return differ_G
 
 
 def levelled(rewards_N: np.ndarray, groups_N: np.ndarray, level_N: np.ndarray) -> np.ndarray:

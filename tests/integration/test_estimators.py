@@ -61,13 +61,20 @@ def completions(lab):
 
 @pytest.fixture(scope="module")
 def exact_ND(lab, completions):
-    """Gradient of each completion's log-prob in float64, by transformers' own logits."""
+    """Gradient of each completion's log-prob at temperature 1."""
+    return gradients_by_hand(lab, completions, 1.0)
+
+
+def gradients_by_hand(lab, completions, temperature):
+    """Gradient of each completion's log-prob in float64, by transformers' own logits, [N, D]."""
     model = LlamaForCausalLM.from_pretrained(lab.layout.model("0001"), dtype=torch.float64).eval()
     rows = []
     for row in completions.to_pylist():
         prompt, completion = row["prompt_token_ids"], row["completion_token_ids"]
         logits_TV = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        logprob = torch.distributions.Categorical(logits=logits_TV).log_prob(torch.tensor(completion)).sum()
+        logprob = (
+            torch.distributions.Categorical(logits=logits_TV / temperature).log_prob(torch.tensor(completion)).sum()
+        )
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(logprob, list(model.parameters()))]))
     return torch.stack(rows).numpy()
 

@@ -98,6 +98,15 @@ def test_kl_in_the_loss_leaves_the_reward():
     }
 
 
+def test_the_adapted_beta_is_that_of_the_loss():
+    """0.7 by now, not the 0.2 of the settings; the mean KL is 1/12, far below the target."""
+    config = AdvantagesConfig(beta=0.2, target_kl=1.0, kl_in="loss")
+    state = State(RunningMean(), 0.7)
+    facts = state.facts(config, computed(state, beta=0.2, target_kl=1.0, kl_in="loss"))
+    assert facts["kl_in_loss"]["beta"] == 0.7
+    assert facts["carried"] == {"beta": pytest.approx(0.7 * 0.98)}
+
+
 @pytest.mark.parametrize("where", ["reward", "loss"])
 def test_kl_without_reference_is_refused(where):
     with pytest.raises(UserError, match=r"beta is 0\.1 without reference log-probs"):
@@ -210,6 +219,11 @@ def test_resample_takes_groups_in_the_order_drawn():
     assert first_drawn.trained_N.tolist() == [False, False, True, True, False, False]
 
 
+def test_resample_counts_a_shortfall_beyond_the_prompts_drawn():
+    result = computed(facts={"groups_wanted": 5}, groups_without_signal="resample")
+    assert (result.counts.groups_trained, result.counts.groups_short) == (2, 3)
+
+
 def test_resample_counts_a_shortfall():
     result = computed(facts={"groups_wanted": 3}, groups_without_signal="resample")
     assert (result.counts.groups_trained, result.counts.groups_short) == (2, 1)
@@ -246,6 +260,21 @@ def test_moving_average_is_handed_on():
     config = AdvantagesConfig(baseline="moving_average")
     facts = state.facts(config, computed(state, baseline="moving_average"))
     assert facts == {"carried": {"past_rewards": {"mean": pytest.approx(12 / 14), "rows": 14}}}
+
+
+def test_moving_average_is_over_the_rows_in_the_baseline():
+    """The cut completions, of rewards 0 and 4, are masked: 1, 2, 2 and 1 are left."""
+    state, config = State(RunningMean(), 0.0), AdvantagesConfig(baseline="moving_average", truncated="mask")
+    facts = state.facts(config, computed(state, baseline="moving_average", truncated="mask"))
+    assert facts["carried"]["past_rewards"] == {"mean": pytest.approx(6 / 4), "rows": 4}
+
+
+def test_beta_is_adapted_to_the_kl_of_all_completions():
+    """KL 0.5, -1, 0, 0, 1, 0: of all 1/12, of those not masked 1/8; the error is within its bounds."""
+    settings = {"beta": 0.4, "target_kl": 0.1, "truncated": "mask"}
+    state = State(RunningMean(), 0.4)
+    facts = state.facts(AdvantagesConfig(**settings), computed(state, **settings))
+    assert facts["carried"]["beta"] == pytest.approx(0.4 * (1 + 0.1 * (1 / 1.2 - 1)))
 
 
 @pytest.mark.parametrize(("target", "factor"), [(0.01, 1.02), (1.0, 0.98), (1 / 12, 1.0), (0.5 / 6 / 1.1, 1.01)])

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.objective_config import UpdateConfig
 from rloo_pipeline.policy.logprobs import score
 from rloo_pipeline.policy.step import KlTerm, Rows, accumulate, make_optimizer
 from rloo_pipeline.progress import progress
-from rloo_pipeline.stages.optimize import Learner, optimize
+from rloo_pipeline.stages.optimize import Learner, _minibatches, optimize
 from tests.enumeration import one_thread
 from tests.tiny import make_model
 
@@ -149,6 +150,38 @@ def test_minibatches_and_epochs_make_steps():
     assert apart(weights, other) > 1e-5
 
 
+def test_every_completion_once_an_epoch_in_an_order_of_its_own():
+    config = UpdateConfig(learning_rate=1e-3, minibatches=3, epochs=4)
+    steps = list(_minibatches(20, config, 5, "0001"))
+    assert [len(rows_M) for rows_M in steps] == [7, 7, 6] * 4
+    epochs = [np.concatenate(steps[first : first + 3]).tolist() for first in range(0, 12, 3)]
+    assert all(sorted(order) == list(range(20)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == 4
+    assert list(range(20)) not in epochs
+
+
+@pytest.mark.parametrize("settings", [{"minibatches": 6}, {"sampler_correction": "truncate"}])
+@pytest.mark.parametrize("row", range(len(LENGTHS)))
+def test_a_sampler_of_other_weights_is_refused_whichever_completion_shows_it(settings, row):
+    """Also where the first step does not have that completion, or weights it."""
+    rows = make_rows(names_N=list("abcdef"))
+    rows.sampler_logprobs_N[row] = rows.sampler_logprobs_N[row] + np.float32(0.5)
+    with pytest.raises(UserError, match=rf"up to 0\.5 nats .* in 1 of 6 completions, most in {'abcdef'[row]};"):
+        trained(rows, UpdateConfig(learning_rate=1e-3, **settings))
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_the_upper_bound_is_epsilons_where_it_has_none_of_its_own(level):
+    """Ratios of a token exp(0.01 n): with epsilon 0.05 clipped from n = 5 on, by token with 0.005 all."""
+    old = make_rows(shift=-0.01).sampler_logprobs_N
+    epsilon = 0.05 if level == "sequence" else 0.005
+    config = UpdateConfig(learning_rate=1e-3, epochs=2, epsilon=epsilon, ratio_level=level)
+    _, totals = gradient(make_rows(old_logprobs_N=old), config)
+    lengths_N = np.array([length for _, length in LENGTHS])
+    expected_N = np.where(lengths_N > 4, 1, 0) if level == "sequence" else lengths_N
+    assert totals.clip.high_N.tolist() == np.where(ADVANTAGES > 0, expected_N, 0).tolist()
+
+
 def test_more_minibatches_than_completions():
     assert trained(make_rows(), UpdateConfig(learning_rate=1e-3, minibatches=50))[1]["step"] == 6
 
@@ -276,4 +309,18 @@ def test_the_kl_in_the_loss_is_corrected_by_sequence_too():
     assert metrics["kl_loss"] == pytest.approx((weights_N * kl_N).mean(), abs=1e-4)
     rows = make_rows()
     in_reward = Rows(rows.prompts_N, rows.completions_N, rows.sampler_logprobs_N, weights_N * (ADVANTAGES - 0.3 * kl_N))
+    assert metrics["grad_norm"] == pytest.approx(trained(in_reward, PLAIN)[1]["grad_norm"], rel=1e-4)
+
+
+def test_the_kl_in_the_loss_is_not_corrected_by_token():
+    """One weight exp(-0.1) for all tokens: the advantages get it, the KL does not."""
+    config = UpdateConfig(
+        learning_rate=1e-3, sampler_tolerance=1.0, sampler_correction="truncate", sampler_correction_level="token"
+    )
+    _, metrics = trained(make_rows(shift=0.1, reference_logprobs_N=REFERENCE), config, KlTerm(0.3, "k1", "none"))
+    rows = make_rows()
+    kl_N = np.array([float((row + 5.0).sum()) for row in rows.sampler_logprobs_N])
+    assert metrics["kl_loss"] == pytest.approx(kl_N.mean(), abs=1e-4)
+    weighed_N = np.exp(-0.1) * ADVANTAGES - 0.3 * kl_N
+    in_reward = Rows(rows.prompts_N, rows.completions_N, rows.sampler_logprobs_N, weighed_N)
     assert metrics["grad_norm"] == pytest.approx(trained(in_reward, PLAIN)[1]["grad_norm"], rel=1e-4)
