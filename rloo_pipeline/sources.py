@@ -41,7 +41,7 @@ def fingerprints(sources: Mapping[str, SourceConfig], used_by: str, root: Path) 
     paths = sorted({source.path for source in sources.values() if source.used_by == used_by})
     for path in paths:
         if not (root / path).exists():
-            raise UserError(f"sources: {path}: no such file or directory")
+            raise UserError(f"sources: {path}: no such file or directory; paths are relative to the project's folder")
     return {f"source:{path.as_posix()}": fingerprint.of_path(root / path) for path in paths}
 
 

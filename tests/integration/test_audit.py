@@ -132,9 +132,10 @@ def test_prompts_that_are_not_there_are_left_out_and_said(root: Path, capsys: py
 
 
 def test_prompts_changed_since_the_rollouts_are_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = root / "artifacts/prompts/train.parquet"
-    prompts = pq.read_table(path)
-    write_table(path, replaced(prompts, "answer", ["z"] * prompts.num_rows))
+    directory = root / "artifacts/prompts"
+    prompts = pq.read_table(directory / "train.parquet")
+    content = write_table(directory / "train.parquet", replaced(prompts, "answer", ["z"] * prompts.num_rows))
+    write_shards_manifest(directory, [("train.parquet", prompts.num_rows, content)], {})
     columns = audit.load(LAST, root).column_names
     assert "answer" not in columns
     assert {"reward", "advantage"} <= set(columns)
@@ -163,7 +164,7 @@ def test_a_file_that_was_altered_is_refused(root: Path) -> None:
     path = next((root / "artifacts/rewards" / LAST).glob("*.parquet"))
     table = pq.read_table(path, partitioning=None)
     write_table(path, replaced(table, "reward", [9.0] * table.num_rows))
-    with pytest.raises(UserError, match=f"rewards/{LAST}/.*its content is not what"):
+    with pytest.raises(UserError, match=f"rewards/{LAST}/.*its bytes are not those that were written"):
         audit.load(LAST, root)
 
 
