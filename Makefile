@@ -12,6 +12,9 @@ else
 ENGINE ?=
 endif
 
+# Test processes side by side.
+JOBS ?= 2
+
 comma := ,
 
 export DO_NOT_TRACK = 1
@@ -25,7 +28,7 @@ run: $(VENV)/installed
 	rloo table
 
 test: $(VENV)/installed-test
-	pytest
+	pytest -n $(JOBS) --dist loadscope
 
 check: $(VENV)/installed-dev
 	ruff check .
