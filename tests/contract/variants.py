@@ -95,6 +95,13 @@ VARIANTS: dict[str, dict[str, Variant]] = {
             AGAIN,
             sampler_off=True,
         ),
+        "adapted_kl_in_loss": Variant(
+            {
+                "advantages": {"kl_in": "loss", "beta": 0.2, "target_kl": 0.5},
+                "update": {**SLOW, "ratio_level": "token"},
+            },
+            BOTH,
+        ),
         "constant": Variant(
             {
                 "advantages": {"baseline": "moving_average", "target_kl": 0.5},
