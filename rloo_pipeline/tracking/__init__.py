@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rloo_pipeline.config import Params
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.progress import say
-from rloo_pipeline.tracking.book import Run, lock_outputs, present, read_lock, read_runs, write_runs, writing
+from rloo_pipeline.tracking.book import Run, agreeing, lock_outputs, present, read_lock, read_runs, write_runs, writing
 from rloo_pipeline.tracking.files import read_contents
 from rloo_pipeline.tracking.store import address, connected, reason, told
 
@@ -64,9 +64,21 @@ def track_now(layout: Layout, params: Params, *, copy_models: bool) -> Tracked:
         return track(layout, params, copy_models=copy_models)
 
 
+def note_moment(layout: Layout) -> None:
+    """Note for the current run which flow run and revision led to the present dvc.lock; MLflow is not asked.
+
+    Nothing is noted before anything was tracked, and where dvc.lock names other results than the run's.
+    """
+    with writing(layout):
+        lock, runs = read_lock(layout), read_runs(layout)
+        run = next((run for run in reversed(runs) if run.store == address()), None)
+        if run is not None and agreeing(run, lock):
+            run.add(present(layout, lock))
+            write_runs(layout, runs)
+
+
 def _current(layout: Layout) -> Run | None:
-    runs = [run for run in read_runs(layout) if run.store == address()]
-    return runs[-1] if runs else None
+    return next((run for run in reversed(read_runs(layout)) if run.store == address()), None)
 
 
 def run_id(layout: Layout) -> str | None:

@@ -38,12 +38,8 @@ class Run:
 
     def add(self, link: Link) -> None:
         """Note a moment; a later one of the same revision and flow run takes the place of the earlier."""
-        same = [
-            old for old in self.links if (old.git_revision, old.prefect_run) == (link.git_revision, link.prefect_run)
-        ]
-        lock = link.dvc_lock or next((old.dvc_lock for old in same), None)
-        self.links = [old for old in self.links if old not in same]
-        self.links.append(Link(link.git_revision, link.prefect_run, lock))
+        key = (link.git_revision, link.prefect_run)
+        self.links = [*(old for old in self.links if (old.git_revision, old.prefect_run) != key), link]
 
 
 def read_runs(layout: Layout) -> list[Run]:
@@ -108,3 +104,10 @@ def lock_hash(lock: Mapping[str, Any]) -> str:
 def lock_outputs(lock: Mapping[str, Any]) -> dict[str, str]:
     """DVC's hash of every output that dvc.lock records, by path."""
     return {out["path"]: out["md5"] for stage in lock.get("stages", {}).values() for out in stage.get("outs", ())}
+
+
+def agreeing(run: Run, lock: Mapping[str, Any]) -> int:
+    """How many metrics files of the lock the run holds; 0 if one of them differs."""
+    outputs = lock_outputs(lock)
+    common = [path for path in run.metrics if path in outputs]
+    return len(common) if all(run.metrics[path] == outputs[path] for path in common) else 0

@@ -9,7 +9,16 @@ from typing import Any
 
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
-from rloo_pipeline.tracking.book import Link, Run, git, lock_hash, lock_outputs, parse_lock, read_lock, read_runs
+from rloo_pipeline.tracking.book import (
+    Link,
+    Run,
+    agreeing,
+    git,
+    lock_hash,
+    parse_lock,
+    read_lock,
+    read_runs,
+)
 from rloo_pipeline.tracking.store import DATABASE, DEFAULT, address, connected, told
 
 SHORTEST = 7  # characters of an id that are enough
@@ -63,10 +72,10 @@ def _by_id(layout: Layout, runs: Iterable[Run], wanted: str) -> Found | None:
 
 def _complete(layout: Layout, run: Run, link: Link) -> Found:
     lock = link.dvc_lock
-    if link == run.links[-1] and _agree(run, working := read_lock(layout)):
+    if link == run.links[-1] and agreeing(run, working := read_lock(layout)):
         lock = lock_hash(working)
     committed = _lock_at(layout, link.git_revision) if link.git_revision else {}
-    if lock is None and _agree(run, committed):
+    if lock is None and agreeing(run, committed):
         lock = lock_hash(committed)
     return Found(_revision_of(layout, lock) or link.git_revision, lock, link.prefect_run, run.run_id)
 
@@ -108,15 +117,8 @@ def _prefect_of(run: Run, revision: str | None, lock: Mapping[str, Any]) -> str 
 
 def _run_of(runs: Iterable[Run], lock: Mapping[str, Any]) -> Run | None:
     """The run with the most metrics files of this dvc.lock and none that differs, the latest of equals."""
-    agreeing = [(count, index, run) for index, run in enumerate(runs) if (count := _agree(run, lock))]
-    return max(agreeing)[2] if agreeing else None
-
-
-def _agree(run: Run, lock: Mapping[str, Any]) -> int:
-    """How many metrics files of the lock the run holds; 0 if one of them differs."""
-    outputs = lock_outputs(lock)
-    common = [path for path in run.metrics if path in outputs]
-    return len(common) if all(run.metrics[path] == outputs[path] for path in common) else 0
+    found = [(count, index, run) for index, run in enumerate(runs) if (count := agreeing(run, lock))]
+    return max(found)[2] if found else None
 
 
 def _revisions(layout: Layout) -> list[str]:
