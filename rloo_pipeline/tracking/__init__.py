@@ -39,7 +39,8 @@ def track(layout: Layout, params: Params, *, copy_models: bool = False, stage_en
         if new_run:
             runs.append(run)
             write_runs(layout, runs)  # before anything can fail: the next call goes on with this run
-        run.add(present(layout, None if stage_ends else lock))
+        whole = not stage_ends and agreeing({**run.metrics, **contents.hashes}, lock_outputs(lock))
+        run.add(present(layout, lock if whole else None))
         points = fill(store, layout, (run, stored, held), contents, lock_outputs(lock), copy=copy_models)
         write_runs(layout, [*(other for other in runs if other is not run), run])
     return Tracked(run.run_id, new_run, points, contents.not_finite)
@@ -72,7 +73,7 @@ def note_moment(layout: Layout) -> None:
     with writing(layout):
         lock, runs = read_lock(layout), read_runs(layout)
         run = next((run for run in reversed(runs) if run.store == address()), None)
-        if run is not None and agreeing(run, lock):
+        if run is not None and agreeing(run.metrics, lock_outputs(lock)):
             run.add(present(layout, lock))
             write_runs(layout, runs)
 

@@ -106,8 +106,7 @@ def lock_outputs(lock: Mapping[str, Any]) -> dict[str, str]:
     return {out["path"]: out["md5"] for stage in lock.get("stages", {}).values() for out in stage.get("outs", ())}
 
 
-def agreeing(run: Run, lock: Mapping[str, Any]) -> int:
-    """How many metrics files of the lock the run holds; 0 if one of them differs."""
-    outputs = lock_outputs(lock)
-    common = [path for path in run.metrics if path in outputs]
-    return len(common) if all(run.metrics[path] == outputs[path] for path in common) else 0
+def agreeing(metrics: Mapping[str, str], outputs: Mapping[str, str]) -> int:
+    """How many of a run's metrics files (md5 by path) dvc.lock's outputs hold; 0 if one of them differs."""
+    common = metrics.keys() & outputs.keys()
+    return len(common) if all(metrics[path] == outputs[path] for path in common) else 0

@@ -1,24 +1,14 @@
 """Which git revision, dvc.lock, Prefect run and MLflow run belong together."""
 
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
-from rloo_pipeline.tracking.book import (
-    Link,
-    Run,
-    agreeing,
-    git,
-    lock_hash,
-    parse_lock,
-    read_lock,
-    read_runs,
-)
+from rloo_pipeline.tracking.book import Link, Run, agreeing, git, read_runs
+from rloo_pipeline.tracking.locks import Lock, Locks
 from rloo_pipeline.tracking.store import DATABASE, DEFAULT, address, connected, told
 
 SHORTEST = 7  # characters of an id that are enough
@@ -44,14 +34,30 @@ class Found:
         return [f"{name:13} {value or '-'}" for name, value in named.items()]
 
 
+@dataclass(frozen=True)
+class Meant:
+    """What a text given to `find` may mean: an id, a git revision with its dvc.lock, a dvc.lock."""
+
+    text: str
+    revision: str | None
+    lock: Lock | None
+
+
 def find(layout: Layout, text: str) -> Found:
     """What belongs to a git revision, a hash of dvc.lock, a Prefect run or an MLflow run (each may be shortened).
 
-    A dvc.lock belongs to the run that holds the metrics files which it names. Raises UserError if nothing does.
+    A dvc.lock belongs to the MLflow run that holds the metrics files which it names, and to the flow run that was the
+    first to end with it. Raises UserError if nothing is known.
     """
-    wanted, runs = text.strip().lower(), read_runs(layout)
-    found = _by_id(layout, runs, wanted) or _by_revision(layout, runs, text.strip()) or _by_lock(layout, runs, wanted)
-    found = found or _ask_mlflow(layout, wanted)
+    wanted, locks = text.strip(), Locks(layout)
+    runs = [_settled(run, locks) for run in read_runs(layout)]
+    found = _by_id(locks, runs, wanted.lower())
+    if found is None:
+        meant = _meant(layout, locks, wanted)
+        found = _by_lock(locks, runs, meant) or _by_revision(runs, meant)
+        if found is None:
+            runs = _ask_mlflow(layout, meant)
+            found = _by_id(locks, runs, meant.text) or _by_lock(locks, runs, meant) or _by_revision(runs, meant)
     if found is None:
         raise UserError(
             f"{text}: no git revision, dvc.lock, Prefect run or MLflow run that this project knows; "
@@ -60,94 +66,108 @@ def find(layout: Layout, text: str) -> Found:
     return found
 
 
-def _by_id(layout: Layout, runs: Iterable[Run], wanted: str) -> Found | None:
+def _settled(run: Run, locks: Locks) -> Run:
+    """The run with the dvc.lock of now for its last moment, if a stage noted it, which could not know the lock."""
+    if not run.links or run.links[-1].dvc_lock is not None:
+        return run
+    lock = locks.working()
+    if lock is None or not agreeing(run.metrics, lock.metrics):
+        return run
+    return replace(run, links=[*run.links[:-1], replace(run.links[-1], dvc_lock=lock.content)])
+
+
+def _by_id(locks: Locks, runs: list[Run], wanted: str) -> Found | None:
     if len(wanted) < SHORTEST:
         return None
-    for run in reversed(list(runs)):
+    for run in reversed(runs):
+        if run.run_id.startswith(wanted):
+            return _of_run(locks, runs, run)
         for link in reversed(run.links):
-            if any(value and value.startswith(wanted) for value in (run.run_id, link.prefect_run, link.dvc_lock)):
-                return _complete(layout, run, link)
+            if link.prefect_run and link.prefect_run.startswith(wanted):
+                revision = _revision_of(locks, link.dvc_lock) or link.git_revision
+                return Found(revision, link.dvc_lock, link.prefect_run, run.run_id)
     return None
 
 
-def _complete(layout: Layout, run: Run, link: Link) -> Found:
-    lock = link.dvc_lock
-    if link == run.links[-1] and agreeing(run, working := read_lock(layout)):
-        lock = lock_hash(working)
-    committed = _lock_at(layout, link.git_revision) if link.git_revision else {}
-    if lock is None and agreeing(run, committed):
-        lock = lock_hash(committed)
-    return Found(_revision_of(layout, lock) or link.git_revision, lock, link.prefect_run, run.run_id)
+def _of_run(locks: Locks, runs: list[Run], run: Run) -> Found:
+    """The latest state of a run: that of its last moment, else the latest in git that belongs to it."""
+    link = run.links[-1] if run.links else Link()
+    if link.dvc_lock is None:
+        for revision, lock in locks.committed():
+            if _run_of(runs, lock) is run:
+                return Found(revision, lock.content, _prefect_of(run, lock.content), run.run_id)
+    prefect = _prefect_of(run, link.dvc_lock) or link.prefect_run
+    return Found(_revision_of(locks, link.dvc_lock) or link.git_revision, link.dvc_lock, prefect, run.run_id)
 
 
-def _by_revision(layout: Layout, runs: list[Run], text: str) -> Found | None:
-    revision = (git(layout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}") or "").strip()
-    if not revision:
+def _by_lock(locks: Locks, runs: list[Run], meant: Meant) -> Found | None:
+    noted = [(link.dvc_lock, link.git_revision) for run in reversed(runs) for link in run.links if link.dvc_lock]
+    hashes = (lock for lock, _ in noted if len(meant.text) >= SHORTEST and lock.startswith(meant.text))
+    content = meant.lock.content if meant.lock else next(hashes, None)
+    if content is None:
         return None
-    lock = _lock_at(layout, revision)
-    during = [run for run in runs if any(link.git_revision == revision for link in run.links)]
-    run = _run_of(runs, lock) or (during[-1] if during else None)
+    linked = [run for run in runs if any(link.dvc_lock == content for link in run.links)]
+    run = (_run_of(runs, meant.lock) if meant.lock else None) or (linked[-1] if linked else None)
     if run is None:
         return None
-    return Found(revision, lock_hash(lock) if lock else None, _prefect_of(run, revision, lock), run.run_id)
+    during = (revision for lock, revision in noted if lock == content)
+    revision = meant.revision or _revision_of(locks, content) or next(during, None)
+    return Found(revision, content, _prefect_of(run, content), run.run_id)
 
 
-def _by_lock(layout: Layout, runs: list[Run], wanted: str) -> Found | None:
-    """By the hash of the content, or of the file as sha256sum has it; that of now or one that git knows."""
-    path = layout.root / "dvc.lock"
-    texts: list[tuple[str | None, str]] = [(None, path.read_text(encoding="utf-8"))] if path.exists() else []
-    texts += [(revision, git(layout, "show", f"{revision}:./dvc.lock") or "") for revision in _revisions(layout)]
-    for revision, text in texts:
-        lock = parse_lock(text)
-        hashes = (lock_hash(lock), hashlib.sha256(text.encode()).hexdigest())
-        run = _run_of(runs, lock)
-        if run is not None and len(wanted) >= SHORTEST and any(item.startswith(wanted) for item in hashes):
-            known = revision or _revision_of(layout, hashes[0])
-            return Found(known or run.links[-1].git_revision, hashes[0], _prefect_of(run, known, lock), run.run_id)
-    return None
+def _by_revision(runs: list[Run], meant: Meant) -> Found | None:
+    """By the revision at which a run was written to: its dvc.lock is another's, or there is none."""
+    if meant.revision is None:
+        return None
+    during = [run for run in runs if any(link.git_revision == meant.revision for link in run.links)]
+    lock = meant.lock.content if meant.lock else None
+    return Found(meant.revision, lock, None, during[-1].run_id) if during else None
 
 
-def _prefect_of(run: Run, revision: str | None, lock: Mapping[str, Any]) -> str | None:
-    """The flow run at that dvc.lock or revision, else the run's latest."""
-    links = [link for link in reversed(run.links) if link.prefect_run]
-    same = [link for link in links if link.dvc_lock == lock_hash(lock)]
-    same += [link for link in links if link.git_revision == revision]
-    return next((link.prefect_run for link in [*same, *links]), None)
+def _meant(layout: Layout, locks: Locks, text: str) -> Meant:
+    """A hash of dvc.lock is that of its content, or of the file as sha256sum has it; of now or in git."""
+    revision = (git(layout, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}") or "").strip()
+    if revision:
+        return Meant(text.lower(), revision, locks.at(revision))
+    wanted = text.lower()
+    if len(wanted) >= SHORTEST and re.fullmatch(r"[0-9a-f]+", wanted):
+        for lock in (locks.working(), *(lock for _, lock in locks.committed())):
+            if lock and (lock.content.startswith(wanted) or lock.file.startswith(wanted)):
+                return Meant(wanted, None, lock)
+    return Meant(wanted, None, None)
 
 
-def _run_of(runs: Iterable[Run], lock: Mapping[str, Any]) -> Run | None:
+def _prefect_of(run: Run, lock: str | None) -> str | None:
+    """The first flow run that ended with this dvc.lock: later ones found nothing to do."""
+    return next((link.prefect_run for link in run.links if link.prefect_run and link.dvc_lock == lock), None)
+
+
+def _run_of(runs: Iterable[Run], lock: Lock) -> Run | None:
     """The run with the most metrics files of this dvc.lock and none that differs, the latest of equals."""
-    found = [(count, index, run) for index, run in enumerate(runs) if (count := agreeing(run, lock))]
+    found = [(count, index, run) for index, run in enumerate(runs) if (count := agreeing(run.metrics, lock.metrics))]
     return max(found)[2] if found else None
 
 
-def _revisions(layout: Layout) -> list[str]:
-    return (git(layout, "log", "--all", "--max-count=100", "--format=%H", "--", "dvc.lock") or "").split()
-
-
-def _revision_of(layout: Layout, wanted: str | None) -> str | None:
+def _revision_of(locks: Locks, wanted: str | None) -> str | None:
     """The latest revision whose dvc.lock has this hash."""
     if wanted is None:
         return None
-    return next((item for item in _revisions(layout) if lock_hash(_lock_at(layout, item)) == wanted), None)
+    return next((revision for revision, lock in locks.committed() if lock.content == wanted), None)
 
 
-def _lock_at(layout: Layout, revision: str) -> dict[str, Any]:
-    return parse_lock(git(layout, "show", f"{revision}:./dvc.lock") or "")
-
-
-def _ask_mlflow(layout: Layout, wanted: str) -> Found | None:
-    """From the tags of the runs in the store, for a project whose folder knows nothing of them."""
-    if len(wanted) < SHORTEST or not re.fullmatch(r"[0-9a-f-]+", wanted):
-        return None
-    if address() == DEFAULT and not (layout.root / DATABASE).exists():
-        return None
+def _ask_mlflow(layout: Layout, meant: Meant) -> list[Run]:
+    """The runs in the store whose tags or ids tell of it, for a project whose folder knows nothing of them."""
+    texts = [meant.text] if len(meant.text) >= SHORTEST and re.fullmatch(r"[0-9a-f-]+", meant.text) else []
+    filters = [f"attributes.run_id LIKE '{text}%'" for text in texts]
+    texts += [text for text in (meant.revision, meant.lock and meant.lock.content) if text]
+    filters += [f"tags.`rloo.links` LIKE '%{text}%'" for text in texts]
+    if not filters or (address() == DEFAULT and not (layout.root / DATABASE).exists()):
+        return []
+    runs = {}
     with told(), connected(layout) as store:
-        client, where = store.client, [store.experiment_id]
-        found = client.search_runs(where, filter_string=f"tags.`rloo.links` LIKE '%{wanted}%'", max_results=1)
-        found = found or client.search_runs(where, filter_string=f"attributes.run_id = '{wanted}'", max_results=1)
-    if not found:
-        return None
-    links = json.loads(found[0].data.tags.get("rloo.links", "[]")) or [[None, None, None]]
-    link = next((link for link in links if any(item and item.startswith(wanted) for item in link)), links[0])
-    return Found(link[0], link[2], link[1], found[0].info.run_id)
+        for text in filters:
+            for found in store.client.search_runs([store.experiment_id], text, order_by=["attributes.start_time ASC"]):
+                links = [Link(*link) for link in json.loads(found.data.tags.get("rloo.links", "[]"))]
+                # The tag has the latest moment first.
+                runs[found.info.run_id] = Run(store.address, store.experiment_id, found.info.run_id, links[::-1])
+    return list(runs.values())

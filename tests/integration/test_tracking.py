@@ -1,5 +1,6 @@
 """MLflow holds what a project's files say: once, completely, wherever the project stands."""
 
+import hashlib
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
+from ruamel.yaml import YAML
 
 from rloo_pipeline.config import load_params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import STAGES, Layout
 from rloo_pipeline.stages import dispatch
-from rloo_pipeline.tracking import Tracked, run_id, run_url
+from rloo_pipeline.tracking import Tracked, note_moment, run_id, run_url
 from rloo_pipeline.tracking import track as track_layout
 from rloo_pipeline.tracking.find import Found, find
 from tests.conftest import CommandLine
@@ -316,6 +318,52 @@ def test_each_id_finds_the_other_three(copy: Project, tmp_path: Path, monkeypatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy.root}/mlflow.db")
     for name in (found.dvc_lock, PREFECT_RUN, run.info.run_id):
         assert find(Layout(tmp_path / "clone"), name).mlflow_run == run.info.run_id
+
+
+def at_night(project: Project, stages: dict[str, Any], flow_run: str | None) -> str:
+    """A flow run that ends with these stages in dvc.lock, the last of them tracked before DVC wrote it; a commit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLOO_PREFECT_FLOW_RUN_ID", flow_run or "")
+        track(project, stage_ends=True)
+        with (project.root / "dvc.lock").open("w") as file:
+            YAML().dump({"schema": "2.0", "stages": stages}, file)
+        note_moment(Layout(project.root))
+    project.run("git", "add", ".")
+    project.run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "night")
+    return project.run("git", "rev-parse", "HEAD").stdout.strip()
+
+
+def test_each_night_finds_its_own_commit_and_flow_run(copy: Project) -> None:
+    layout = Layout(copy.root)
+    for name in ("mlflow.db", ".rloo/runs.json"):
+        (copy.root / name).unlink()
+    second = {path: path.read_text() for path in (copy.root / "metrics").glob("*/0002.json")}
+    for path in second:
+        path.unlink()
+    whole = copy.lock()["stages"]
+    half = {name: stage for name, stage in whole.items() if not name.endswith("0002")}
+    (copy.root / "dvc.lock").unlink()
+    commit(copy)
+    revisions = [at_night(copy, half, "11111111-night")]
+    for path, text in second.items():
+        path.write_text(text)
+    revisions += [at_night(copy, whole, "22222222-night")]
+    at_night(copy, whole, "33333333-night")
+    track(copy)
+    (run,) = runs(copy)
+    contents = [json.dumps({"schema": "2.0", "stages": stages}, sort_keys=True) for stages in (half, whole)]
+    hashes = [hashlib.sha256(text.encode()).hexdigest() for text in contents]
+    for revision, lock, flow_run in zip(revisions, hashes, ("11111111-night", "22222222-night"), strict=True):
+        expected = Found(revision, lock, flow_run, run.info.run_id)
+        assert [find(layout, name) for name in (revision, lock, flow_run)] == [expected] * 3
+    assert find(layout, "33333333-night") == Found(revisions[1], hashes[1], "33333333-night", run.info.run_id)
+    assert find(layout, run.info.run_id) == find(layout, "22222222-night")
+
+
+def test_nothing_is_noted_where_nothing_is_tracked(copy: Project) -> None:
+    (copy.root / ".rloo/runs.json").unlink()
+    note_moment(Layout(copy.root))
+    assert not (copy.root / ".rloo/runs.json").exists()
 
 
 def test_an_older_revision_finds_the_run_whose_metrics_it_names(copy: Project) -> None:
