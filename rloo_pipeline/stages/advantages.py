@@ -10,7 +10,7 @@ import pyarrow as pa
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.guard import check_made_from, rewards_fingerprint
 from rloo_pipeline.layout import Layout
-from rloo_pipeline.manifest import read_manifest
+from rloo_pipeline.manifest import checked_fingerprint, read_manifest
 from rloo_pipeline.objective.advantages import Advantages, compute
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.objective.penalties import missing_eos_penalty, soft_overlong_penalty
@@ -30,7 +30,7 @@ def run(context: Context, config: AdvantagesConfig) -> None:
     layout, iteration = context.layout, context.iteration
     rollouts = read_manifest(layout.rollouts(iteration))
     inputs = {"rollouts": rollouts["fingerprint"], **scored_fingerprints(layout, iteration, rollouts["fingerprint"])}
-    inputs["trainer_state"] = read_manifest(layout.trainer_state(context.link.previous))["fingerprint"]
+    inputs["trainer_state"] = checked_fingerprint(layout.trainer_state(context.link.previous))
     record = start(context, "advantages", config, inputs)
 
     state = State.read(layout.trainer_state(context.link.previous), config)

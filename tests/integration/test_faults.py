@@ -246,13 +246,19 @@ def flipped_in_the_footer(path: Path) -> None:
 READS = {
     "logprobs": ["rollouts/0001", "policy/0000/model"],
     "rewards": ["rollouts/0001", "prompts"],
-    "advantages": ["rollouts/0001", "logprobs/0001", "rewards/0001"],
-    "update": ["rollouts/0001", "rewards/0001", "advantages/0001", "policy/0000/model"],
+    "advantages": ["rollouts/0001", "logprobs/0001", "rewards/0001", "policy/0000/trainer_state"],
+    "update": [
+        "rollouts/0001",
+        "rewards/0001",
+        "advantages/0001",
+        "policy/0000/model",
+        "policy/0000/trainer_state",
+    ],
     "rollouts": ["prompts", "policy/0000/model"],
     "evaluate": ["evaluation/0000", "policy/0001/model"],
 }
 INPUTS = [(stage, name) for stage, names in READS.items() for name in names]
-FILES = {"prompts": "train.parquet", "model": "model.safetensors"}
+FILES = {"prompts": "train.parquet", "model": "model.safetensors", "trainer_state": "state.json"}
 
 
 @pytest.mark.parametrize("damage", [truncated, flipped, flipped_in_the_footer])
@@ -261,13 +267,14 @@ def test_damaged_inputs(
     stage: str, name: str, damage: Callable[[Path], None], project: Project, rloo: CommandLine
 ) -> None:
     file = FILES.get(name.rpartition("/")[2])
-    if damage is flipped_in_the_footer and file == "model.safetensors":
+    if damage is flipped_in_the_footer and file in ("model.safetensors", "state.json"):
         pytest.skip("no Parquet file")
     directory = project.root / "artifacts" / name
     path = directory / file if file else max(directory.glob("shard-*.parquet"))
     damage(path)
     before = files(project, "artifacts", "metrics", "provenance")
-    told = path.parent if file == "model.safetensors" and damage is flipped else path
+    by_parts = file == "state.json" or (file == "model.safetensors" and damage is flipped)
+    told = path.parent if by_parts else path
     assert_told(rloo(project, stage, "0001"), f"{told.relative_to(project.root)}: ", "restore it")
     assert files(project, "artifacts", "metrics", "provenance") == before
 
@@ -330,7 +337,7 @@ MANIFESTS = {
 def test_damaged_manifests(
     stage: str, name: str, damage: Callable[[Path], None], project: Project, rloo: CommandLine
 ) -> None:
-    if damage is with_an_edited_fact and name.endswith("model"):
+    if damage is with_an_edited_fact and name.startswith("policy"):
         pytest.skip("a model's manifest has no facts that a stage is bound to")
     path = project.root / "artifacts" / name / "manifest.json"
     damage(path)
