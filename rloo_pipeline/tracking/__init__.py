@@ -33,10 +33,10 @@ def track(layout: Layout, params: Params, *, copy_models: bool = False, stage_en
     with writing(layout), connected(layout) as store:
         lock, runs = read_lock(layout), read_runs(layout)
         contents = read_contents(layout, params, lock)
-        found = find_run(store, runs, contents)
+        found = find_run(store, layout, runs, contents)
         new_run = found is None
         run, stored, held = found or create_run(store, layout, contents)
-        if new_run:
+        if run not in runs:
             runs.append(run)
             write_runs(layout, runs)  # before anything can fail: the next call goes on with this run
         whole = not stage_ends and agreeing({**run.metrics, **contents.hashes}, lock_outputs(lock))
@@ -53,7 +53,7 @@ def in_passing(layout: Layout, params: Params, *, stage_ends: bool = False, tell
     try:
         done = track(layout, params, stage_ends=stage_ends)
     except Exception as error:  # the stage is done and its artifacts stand: nothing here may make it fail
-        tell(f"mlflow: {address()} took nothing ({reason(error)}); `rloo track` makes up for it")
+        tell(f"mlflow: {address(layout)} took nothing ({reason(error)}); `rloo track` makes up for it")
         return
     for text in done.not_finite:
         tell(f"mlflow: not a finite number, so told in the tag rloo.not_finite alone: {text}")
@@ -61,7 +61,7 @@ def in_passing(layout: Layout, params: Params, *, stage_ends: bool = False, tell
 
 def track_now(layout: Layout, params: Params, *, copy_models: bool) -> Tracked:
     """Track when a person asks for it; raises UserError if the store cannot be reached."""
-    with told():
+    with told(layout):
         return track(layout, params, copy_models=copy_models)
 
 
@@ -72,14 +72,14 @@ def note_moment(layout: Layout) -> None:
     """
     with writing(layout):
         lock, runs = read_lock(layout), read_runs(layout)
-        run = next((run for run in reversed(runs) if run.store == address()), None)
+        run = next((run for run in reversed(runs) if run.store == address(layout)), None)
         if run is not None and agreeing(run.metrics, lock_outputs(lock)):
             run.add(present(layout, lock))
             write_runs(layout, runs)
 
 
 def _current(layout: Layout) -> Run | None:
-    return next((run for run in reversed(read_runs(layout)) if run.store == address()), None)
+    return next((run for run in reversed(read_runs(layout)) if run.store == address(layout)), None)
 
 
 def run_id(layout: Layout) -> str | None:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import subprocess
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -51,6 +52,15 @@ def read_runs(layout: Layout) -> list[Run]:
 def write_runs(layout: Layout, runs: list[Run]) -> None:
     """Keep the runs, the latest last."""
     write_json(_path(layout), {"runs": [asdict(run) for run in runs]})
+
+
+def project_id(layout: Layout) -> str:
+    """Who the project is to stores that it shares with others: drawn once, it moves with the folder."""
+    path = layout.state / "project.json"
+    if not path.exists():
+        write_json(path, {"id": uuid.uuid4().hex})
+    found: str = read_json(path)["id"]
+    return found
 
 
 @contextmanager

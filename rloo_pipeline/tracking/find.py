@@ -1,6 +1,5 @@
 """Which git revision, dvc.lock, Prefect run and MLflow run belong together."""
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.tracking.book import Link, Run, agreeing, git, read_runs
 from rloo_pipeline.tracking.locks import Lock, Locks
+from rloo_pipeline.tracking.projection import LINKS, noted_run
 from rloo_pipeline.tracking.store import DATABASE, DEFAULT, address, connected, told
 
 SHORTEST = 7  # characters of an id that are enough
@@ -160,14 +160,12 @@ def _ask_mlflow(layout: Layout, meant: Meant) -> list[Run]:
     texts = [meant.text] if len(meant.text) >= SHORTEST and re.fullmatch(r"[0-9a-f-]+", meant.text) else []
     filters = [f"attributes.run_id LIKE '{text}%'" for text in texts]
     texts += [text for text in (meant.revision, meant.lock and meant.lock.content) if text]
-    filters += [f"tags.`rloo.links` LIKE '%{text}%'" for text in texts]
-    if not filters or (address() == DEFAULT and not (layout.root / DATABASE).exists()):
+    filters += [f"tags.`{LINKS}` LIKE '%{text}%'" for text in texts]
+    if not filters or (address(layout) == DEFAULT and not (layout.root / DATABASE).exists()):
         return []
     runs = {}
-    with told(), connected(layout) as store:
+    with told(layout), connected(layout) as store:
         for text in filters:
             for found in store.client.search_runs([store.experiment_id], text, order_by=["attributes.start_time ASC"]):
-                links = [Link(*link) for link in json.loads(found.data.tags.get("rloo.links", "[]"))]
-                # The tag has the latest moment first.
-                runs[found.info.run_id] = Run(store.address, store.experiment_id, found.info.run_id, links[::-1])
+                runs[found.info.run_id] = noted_run(store, found)
     return list(runs.values())

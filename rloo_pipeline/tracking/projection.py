@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from rloo_pipeline.layout import Layout
-from rloo_pipeline.tracking.book import Run
+from rloo_pipeline.tracking.book import Link, Run, project_id
 from rloo_pipeline.tracking.files import Contents, Point
 from rloo_pipeline.tracking.models import copy_models, log_models, register_best, registered_name
-from rloo_pipeline.tracking.store import Store
+from rloo_pipeline.tracking.store import DEFAULT, Store
 
 if TYPE_CHECKING:
     from mlflow import entities
@@ -21,14 +21,18 @@ PER_BATCH = 1000  # metrics in one request
 PARAMS_PER_BATCH = 100
 LONGEST_TAG = 8000
 ABSENT = "(absent)"
+LINKS = "rloo.links"  # the tag: the moments of the run, the latest first
+PROJECT = "rloo.project"  # the tag: the project's id
 BEST_BY = "evaluate/reward"
 
 
-def find_run(store: Store, known: Iterable[Run], contents: Contents) -> Opened | None:
-    """The latest of the known runs that holds no other results than the files, if there is one."""
+def find_run(store: Store, layout: Layout, known: Iterable[Run], contents: Contents) -> Opened | None:
+    """The latest of the project's runs in the store's experiment that holds no other results than the files."""
     from mlflow.exceptions import MlflowException
 
-    for run in reversed([run for run in known if run.store == store.address]):
+    place = (store.address, store.experiment_id)
+    here = [run for run in known if (run.store, run.experiment_id) == place]
+    for run in reversed(here or _runs_of_project(store, layout)):
         try:
             found = store.client.get_run(run.run_id)
         except MlflowException as error:
@@ -39,6 +43,22 @@ def find_run(store: Store, known: Iterable[Run], contents: Contents) -> Opened |
         if found.info.lifecycle_stage == "active" and _agree(held, contents.points):
             return run, found, held
     return None
+
+
+def _runs_of_project(store: Store, layout: Layout) -> list[Run]:
+    """The project's runs as the store knows them, the latest last: .rloo/runs.json was lost.
+
+    In the project's own database every run is the project's, also when its id was lost as well.
+    """
+    mine = "mlflow.source.name` = 'rloo'" if store.address == DEFAULT else f"{PROJECT}` = '{project_id(layout)}'"
+    found = store.client.search_runs([store.experiment_id], f"tags.`{mine}", order_by=["attributes.start_time ASC"])
+    return [noted_run(store, run) for run in found]
+
+
+def noted_run(store: Store, run: "entities.Run") -> Run:
+    """What the tags of a run say of its moments."""
+    links = [Link(*link) for link in reversed(json.loads(run.data.tags.get(LINKS, "[]")))]
+    return Run(store.address, store.experiment_id, run.info.run_id, links)
 
 
 def create_run(store: Store, layout: Layout, contents: Contents) -> Opened:
@@ -76,7 +96,11 @@ def fill(
     new = _log_points(store, run, held, contents.points, models)
     _log_params(store, stored, contents.params)
     _log_inputs(store, stored, contents)
-    _set_tags(store, stored, {**_link_tags(run), "rloo.not_finite": "; ".join(contents.not_finite)})
+    _set_tags(
+        store,
+        stored,
+        {**_link_tags(run), PROJECT: project_id(layout), "rloo.not_finite": "; ".join(contents.not_finite)},
+    )
     if copy:
         copy_models(store, layout, contents.checkpoints, models)
     _register(store, stored, contents, models)
@@ -154,7 +178,7 @@ def _link_tags(run: Run) -> dict[str, str]:
     while len(text := json.dumps(links)) > LONGEST_TAG:
         links.pop()
     revision = run.links[-1].git_revision if run.links else None
-    return {"rloo.links": text, **({"mlflow.source.git.commit": revision} if revision else {})}
+    return {LINKS: text, **({"mlflow.source.git.commit": revision} if revision else {})}
 
 
 def _set_tags(store: Store, run: "entities.Run", tags: Mapping[str, str]) -> None:

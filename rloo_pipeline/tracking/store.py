@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 DATABASE = "mlflow.db"
-DEFAULT = f"sqlite:///{DATABASE}"
+SQLITE = "sqlite:///"
+DEFAULT = f"{SQLITE}{DATABASE}"
 EXPERIMENT = "rloo"
 ARTIFACTS = "mlartifacts"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # else the UI opens with its pages for chat agents
@@ -45,7 +46,7 @@ class Store:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def told(layout: Layout) -> Iterator[None]:
     """Raise what goes wrong with the store as a UserError that names it."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -53,7 +54,7 @@ def told() -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise UserError(f"mlflow at {address()}: {reason(error)}; see MLFLOW_TRACKING_URI") from error
+        raise UserError(f"mlflow at {address(layout)}: {reason(error)}; see MLFLOW_TRACKING_URI") from error
 
 
 def reason(error: Exception) -> str:
@@ -62,20 +63,33 @@ def reason(error: Exception) -> str:
     return hide_in_url(lines[0])[:300]
 
 
-def address() -> str:
-    """The address of the store, fit to be told: MLFLOW_TRACKING_URI or the project's own database."""
-    return hide_in_url(os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT)
+def address(layout: Layout) -> str:
+    """The store that MLFLOW_TRACKING_URI names, else the project's own: one text for each store, fit to be told.
+
+    A database in the project's folder is named relative to it, so that it stays the same store when the folder moves.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT
+    if not uri.startswith(SQLITE):
+        return hide_in_url(uri.rstrip("/"))
+    root, database = layout.root.resolve(), _database(layout)
+    place = database.relative_to(root) if database.is_relative_to(root) else database
+    return f"{SQLITE}{place}"
+
+
+def _database(layout: Layout) -> Path:
+    """The database's file; MLflow takes a relative one as relative to the present directory."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    return Path(uri.removeprefix(SQLITE)).resolve() if uri else layout.root.resolve() / DATABASE
 
 
 @contextmanager
 def connected(layout: Layout) -> Iterator[Store]:
     """The store, its experiment made if it is new; raises whatever MLflow raises if it cannot be reached."""
-    given, name = os.environ.get("MLFLOW_TRACKING_URI"), address()
-    root = layout.root.resolve()
-    uri = given or f"sqlite:///{root / DATABASE}"
+    given, name, root = os.environ.get("MLFLOW_TRACKING_URI"), address(layout), layout.root.resolve()
+    uri = given or f"{SQLITE}{root / DATABASE}"
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    database = Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+    database = _database(layout) if uri.startswith(SQLITE) else None
     if database is not None and database.exists() and database.is_relative_to(root):
         _move_artifacts(database)
     import mlflow

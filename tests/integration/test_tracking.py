@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,9 @@ from rloo_pipeline.layout import STAGES, Layout
 from rloo_pipeline.stages import dispatch
 from rloo_pipeline.tracking import Tracked, note_moment, run_id, run_url
 from rloo_pipeline.tracking import track as track_layout
+from rloo_pipeline.tracking.book import read_runs
 from rloo_pipeline.tracking.find import Found, find
+from rloo_pipeline.tracking.store import address
 from tests.conftest import CommandLine
 from tests.project import Project
 
@@ -221,6 +224,45 @@ def test_a_lost_database_is_made_again(copy: Project) -> None:
     (run,) = runs(copy)
     found = points(copy, run.info.run_id)
     assert {(p.key, p.step): p.value for p in found if p.key.split("/")[0] in STAGES} == told_by_files(copy)
+
+
+def test_another_experiment_has_a_run_of_its_own(copy: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = runs(copy)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
+    second = [track(copy), track(copy)]
+    assert [item.new_run for item in second] == [True, False]
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME")
+    assert track(copy).run_id == first.info.run_id
+    for name, run in (("rloo", first.info.run_id), ("another", second[0].run_id)):
+        experiment = client(copy).get_experiment_by_name(name).experiment_id
+        models = client(copy).search_logged_models([experiment])
+        assert sorted(model.name for model in models) == ["policy-0000", "policy-0001", "policy-0002"]
+        assert {model.source_run_id for model in models} == {run}
+
+
+def test_one_store_by_other_names_is_one_store(copy: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = runs(copy)
+    for uri in (f"sqlite:///{copy.root}/mlflow.db", f"sqlite:///{copy.root}/../copy/mlflow.db"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert address(Layout(copy.root)) == "sqlite:///mlflow.db"
+        assert track(copy) == Tracked(first.info.run_id, False, 0, ())
+    for uri in ("http://me:s3cret@host:5000", "http://host:5000/", "http://host:5000//"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert address(Layout(copy.root)) == "http://host:5000"
+
+
+def test_lost_notes_are_read_from_the_store(copy: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(copy.root)
+    (first,) = runs(copy)
+    shutil.rmtree(layout.state)  # in the project's own database even the project's id is no loss
+    assert track(copy) == Tracked(first.info.run_id, False, 0, ())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/shared.db")
+    shared = track(copy)
+    assert shared.new_run
+    noted = [run.links for run in read_runs(layout) if run.run_id == shared.run_id]
+    (layout.state / "runs.json").unlink()
+    assert track(copy) == Tracked(shared.run_id, False, 0, ())
+    assert [run.links for run in read_runs(layout)] == noted
 
 
 def test_points_that_came_before_their_checkpoint_are_linked_to_it(copy: Project) -> None:
