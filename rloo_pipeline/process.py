@@ -78,7 +78,7 @@ def die_with_dvc() -> None:
     above = _above(psutil.Process())
 
     def watch() -> None:
-        while all(process is not None and process.is_running() for process in above):
+        while all(process is not None and _lives(process) for process in above):
             time.sleep(SECONDS_BETWEEN_LOOKS)
         with suppress(OSError):
             say("DVC, which started this stage, is gone: the stage ends too")
@@ -87,6 +87,15 @@ def die_with_dvc() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="die-with-dvc").start()
+
+
+def _lives(process: "psutil.Process") -> bool:
+    """A killed process that its parent has not waited for is none: a container without an init keeps such for good."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _above(process: "psutil.Process") -> "list[psutil.Process | None]":

@@ -1,5 +1,7 @@
 """One stage at a time."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,14 @@ from rloo_pipeline.process import exclusive
 with exclusive(Layout(Path(sys.argv[1])), "rollouts 0001"):
     print("held", flush=True)
     sys.stdin.read()
+"""
+
+STAGE = """
+import time
+from rloo_pipeline.process import die_with_dvc
+die_with_dvc()
+print("started", flush=True)
+time.sleep(600)
 """
 
 
@@ -84,3 +94,28 @@ def test_outside_dvc_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None
     before = threading.active_count()
     die_with_dvc()
     assert threading.active_count() == before
+
+
+def test_a_stage_ends_when_its_dvc_was_killed_and_nobody_waits_for_that(tmp_path: Path) -> None:
+    """As in a container whose first process reaps nobody: the killed DVC stays in the table of processes."""
+    (tmp_path / "stage.py").write_text(STAGE)
+    start = "import subprocess, sys; subprocess.run(sys.argv[1], shell=True)"  # the shell stays, for `true`
+    dvc = subprocess.Popen(
+        [sys.executable, "-c", start, f"'{sys.executable}' '{tmp_path / 'stage.py'}'; true"],
+        env={**os.environ, "DVC_STAGE": "update@0001"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert dvc.stdout is not None
+    try:
+        assert dvc.stdout.readline() == "started\n"
+        os.kill(dvc.pid, signal.SIGKILL)
+        # Reads to the end of the stage's output, and only then waits for the killed process.
+        _, said = dvc.communicate(timeout=60)
+        assert "DVC, which started this stage, is gone" in said
+    finally:
+        if dvc.returncode is None:
+            os.killpg(dvc.pid, signal.SIGKILL)
+            dvc.communicate()
