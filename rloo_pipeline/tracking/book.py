@@ -54,11 +54,11 @@ def write_runs(layout: Layout, runs: list[Run]) -> None:
     write_json(_path(layout), {"runs": [asdict(run) for run in runs]})
 
 
-def project_id(layout: Layout) -> str:
-    """Who the project is to stores that it shares with others: drawn once, it moves with the folder."""
+def project_id(layout: Layout, known: str | None = None) -> str:
+    """Who the project is to stores that it shares with others: drawn once unless known; it moves with the folder."""
     path = layout.state / "project.json"
     if not path.exists():
-        write_json(path, {"id": uuid.uuid4().hex})
+        write_json(path, {"id": known or uuid.uuid4().hex})
     found: str = read_json(path)["id"]
     return found
 

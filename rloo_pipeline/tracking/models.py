@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rloo_pipeline.layout import Layout
+from rloo_pipeline.tracking.book import project_id
 from rloo_pipeline.tracking.files import Checkpoint
 from rloo_pipeline.tracking.store import Store
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 ALIAS = "best"
 COPIED = "rloo.copied"
+PROJECT = "rloo.project"  # the tag: the project's id
 
 
 def logged_models(store: Store, run_id: str) -> dict[tuple[str, str], "LoggedModel"]:
@@ -76,18 +77,24 @@ def copy_models(
     return copied
 
 
-def registered_name(root: Path) -> str:
-    """The name in the registry of a project in the folder `root`."""
-    return "rloo-" + re.sub(r"[^\w.-]+", "-", root.resolve().name)
+def registered_name(store: Store, layout: Layout) -> str:
+    """The project's name in the registry, registered if it is not yet: that of its folder, unless another has it."""
+    client, project = store.client, project_id(layout)
+    mine = client.search_registered_models(f"tags.`{PROJECT}` = '{project}'")
+    if mine:
+        return str(mine[0].name)  # also after the folder was renamed
+    name = "rloo-" + re.sub(r"[^\w.-]+", "-", layout.root.resolve().name)
+    if client.search_registered_models(f"name = '{name}'"):
+        name = f"{name}-{project[:8]}"
+    description = "Policies of one project; best: by held-out reward."
+    return str(client.create_registered_model(name, {PROJECT: project}, description).name)
 
 
-def register_best(store: Store, name: str, model: "LoggedModel") -> None:
+def register_best(store: Store, layout: Layout, model: "LoggedModel") -> None:
     """Point the alias `best` to the model, registered anew if it is not yet."""
     from mlflow.exceptions import MlflowException
 
-    client = store.client
-    if not client.search_registered_models(f"name = '{name}'"):
-        client.create_registered_model(name, description="Policies of one project; best: by held-out reward.")
+    client, name = store.client, registered_name(store, layout)
     source = f"models:/{model.model_id}"
     versions = [item for item in client.search_model_versions(f"name = '{name}'") if item.source == source]
     version = (

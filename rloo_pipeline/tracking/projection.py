@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.tracking.book import Link, Run, project_id
 from rloo_pipeline.tracking.files import Contents, Point
-from rloo_pipeline.tracking.models import copy_models, log_models, register_best, registered_name
+from rloo_pipeline.tracking.models import PROJECT, copy_models, log_models, register_best
 from rloo_pipeline.tracking.store import DEFAULT, Store
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ PARAMS_PER_BATCH = 100
 LONGEST_TAG = 8000
 ABSENT = "(absent)"
 LINKS = "rloo.links"  # the tag: the moments of the run, the latest first
-PROJECT = "rloo.project"  # the tag: the project's id
 BEST_BY = "evaluate/reward"
 
 
@@ -48,10 +47,13 @@ def find_run(store: Store, layout: Layout, known: Iterable[Run], contents: Conte
 def _runs_of_project(store: Store, layout: Layout) -> list[Run]:
     """The project's runs as the store knows them, the latest last: .rloo/runs.json was lost.
 
-    In the project's own database every run is the project's, also when its id was lost as well.
+    In the project's own database every run is the project's, and gives it its id back if that was lost as well.
     """
-    mine = "mlflow.source.name` = 'rloo'" if store.address == DEFAULT else f"{PROJECT}` = '{project_id(layout)}'"
+    own = store.address == DEFAULT
+    mine = "mlflow.source.name` = 'rloo'" if own else f"{PROJECT}` = '{project_id(layout)}'"
     found = store.client.search_runs([store.experiment_id], f"tags.`{mine}", order_by=["attributes.start_time ASC"])
+    if own and found:
+        project_id(layout, found[-1].data.tags.get(PROJECT))
     return [noted_run(store, run) for run in found]
 
 
@@ -63,9 +65,8 @@ def noted_run(store: Store, run: "entities.Run") -> Run:
 
 def create_run(store: Store, layout: Layout, contents: Contents) -> Opened:
     """A new run, named after the project's folder and the time; it began with its earliest record."""
-    folder = layout.root.resolve()
-    tags = {"mlflow.source.name": "rloo", "rloo.registered_model": registered_name(folder)}
-    name = f"{folder.name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    tags = {"mlflow.source.name": "rloo", PROJECT: project_id(layout)}
+    name = f"{layout.root.resolve().name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
     began = min((point.timestamp for point in contents.points), default=None)
     found = store.client.create_run(store.experiment_id, start_time=began, run_name=name, tags=tags)
     return Run(store.address, store.experiment_id, found.info.run_id), found, {}
@@ -103,7 +104,7 @@ def fill(
     )
     if copy:
         copy_models(store, layout, contents.checkpoints, models)
-    _register(store, stored, contents, models)
+    _register(store, layout, contents, models)
     _end(store, stored, contents)
     run.metrics |= contents.hashes
     return new
@@ -187,12 +188,10 @@ def _set_tags(store: Store, run: "entities.Run", tags: Mapping[str, str]) -> Non
             store.client.set_tag(run.info.run_id, key, value[:LONGEST_TAG], synchronous=True)
 
 
-def _register(
-    store: Store, run: "entities.Run", contents: Contents, models: Mapping[str, "entities.LoggedModel"]
-) -> None:
+def _register(store: Store, layout: Layout, contents: Contents, models: Mapping[str, "entities.LoggedModel"]) -> None:
     """The alias `best` to the checkpoint with the highest held-out reward, the earliest of equal ones."""
     rewards = {f"{point.step:04d}": point.value for point in contents.points if point.key == BEST_BY}
     evaluated = [iteration for iteration in models if iteration in rewards]
     if evaluated:
         best = max(evaluated, key=lambda iteration: rewards[iteration])
-        register_best(store, run.data.tags["rloo.registered_model"], models[best])
+        register_best(store, layout, models[best])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -143,6 +144,31 @@ def test_the_best_by_held_out_reward_has_the_alias(tracked: Project) -> None:
     assert len(client(tracked).search_model_versions("name = 'rloo-my-project'")) == 1
 
 
+def test_projects_of_one_name_have_models_of_their_own(
+    copy: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = copy.copy(tmp_path / "elsewhere" / "copy")
+    shutil.rmtree(other.root / ".rloo")
+    rewards = {"0000": 0.9375, "0001": 0.5, "0002": 0.25}
+    for iteration, reward in rewards.items():
+        path = f"metrics/evaluate/{iteration}.json"
+        (other.root / path).write_text(json.dumps({**other.json(path), "reward": reward}))
+    uri = f"sqlite:///{tmp_path}/shared.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    mine, theirs = track(copy).run_id, track(other).run_id
+    names = sorted(model.name for model in MlflowClient(uri).search_registered_models())
+    assert names[0] == "rloo-copy"
+    assert re.fullmatch(r"rloo-copy-[0-9a-f]{8}", names[1])
+    moved = Project(other.root.rename(tmp_path / "moved"))
+    for project in (copy, moved):
+        track(project)
+    assert sorted(model.name for model in MlflowClient(uri).search_registered_models()) == names
+    bests = [MlflowClient(uri).get_model_version_by_alias(name, "best") for name in names]
+    assert [best.run_id for best in bests] == [mine, theirs]
+    initial = moved.json("artifacts/policy/0000/model/manifest.json")
+    assert bests[1].tags["fingerprint"] == initial["fingerprint"]
+
+
 def test_mlflow_twice(copy: Project) -> None:
     (run,) = runs(copy)
     before = points(copy, run.info.run_id)
@@ -254,8 +280,9 @@ def test_one_store_by_other_names_is_one_store(copy: Project, monkeypatch: pytes
 def test_lost_notes_are_read_from_the_store(copy: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(copy.root)
     (first,) = runs(copy)
-    shutil.rmtree(layout.state)  # in the project's own database even the project's id is no loss
+    shutil.rmtree(layout.state)
     assert track(copy) == Tracked(first.info.run_id, False, 0, ())
+    assert [model.name for model in client(copy).search_registered_models()] == ["rloo-my-project"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/shared.db")
     shared = track(copy)
     assert shared.new_run
