@@ -120,8 +120,7 @@ def params_task(project: str, overrides: dict[str, Any], iterations: int | None,
     """Write the run's settings into params.yaml; first see that the target is there, before hours of training."""
     if target != LOCAL:
         dvc.check_remote(Path(project), target)
-    params = settings.change(Layout(Path(project)), overrides, iterations, extend_by)
-    _log(f"params.yaml: {len(params.iterations)} iterations; set: {overrides or 'nothing'}")
+    settings.change(Layout(Path(project)), overrides, iterations, extend_by, _log)
 
 
 @task(name="status", task_run_name="status", **TRIES)
@@ -176,7 +175,7 @@ def plainly(
 
     if target != LOCAL:
         dvc.check_remote(root, target)
-    params = settings.change(Layout(root), overrides, iterations, extend_by)
+    params = settings.change(Layout(root), overrides, iterations, extend_by, say)
     opening, unfinished = chain.to_run(root, params, allow_missing=allow_missing)
     run(opening)
     for iteration in unfinished:
