@@ -385,8 +385,11 @@ def test_each_id_finds_the_other_three(copy: Project, tmp_path: Path, monkeypatc
     # A clone without .rloo asks the store.
     copy.run("git", "clone", "-q", str(copy.root), str(tmp_path / "clone"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy.root}/mlflow.db")
-    for name in (found.dvc_lock, PREFECT_RUN, run.info.run_id):
-        assert find(Layout(tmp_path / "clone"), name).mlflow_run == run.info.run_id
+    short = [item[:8] for item in (revision, found.dvc_lock, file_hash, PREFECT_RUN, run.info.run_id)]
+    for name in ("HEAD", revision, found.dvc_lock, file_hash, PREFECT_RUN, run.info.run_id, *short):
+        assert find(Layout(tmp_path / "clone"), name) == found
+    with pytest.raises(UserError, match="no git revision"):
+        find(Layout(tmp_path / "clone"), "deadbeefdeadbeef")
 
 
 def at_night(project: Project, stages: dict[str, Any], flow_run: str | None) -> str:
