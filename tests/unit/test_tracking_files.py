@@ -64,6 +64,62 @@ def test_secrets_are_hidden() -> None:
     assert hide_in_url("http://user:s3cret@127.0.0.1:5000/x") == "http://127.0.0.1:5000/x"
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hf_token",
+        "secret_key",
+        "client_secret_key",
+        "private_key",
+        "privateKey",
+        "auth",
+        "basic_auth",
+        "bearer",
+        "pwd",
+        "passcode",
+        "token_value",
+        "key",
+        "openai_key",
+        "X-Api-Key",
+        "Cookie",
+        "cookies",
+    ],
+)
+def test_values_of_secret_names_are_hidden(key: str) -> None:
+    assert hide(key, "s3cret") == "(hidden)"
+    assert json.loads(hide("kwargs", {"headers": {key: "s3cret"}})) == {"headers": {key: "(hidden)"}}
+    assert hide(key, {"user": "me", "value": "s3cret"}) == "(hidden)"
+    assert hide(key, None) == "null"
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "monkey", "author", "design", "keys", "compass", "tokenizer"])
+def test_values_of_other_names_are_shown(key: str) -> None:
+    assert hide(key, "plain") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:p@ss@host/db", "http://host/db"),
+        ("postgresql://u:a/b@h/db", "postgresql://h/db"),
+        ("postgresql://u:a?b#c@h:5432/db", "postgresql://h:5432/db"),
+        ("https://token@host/x", "https://host/x"),
+        ("https://host/@scope/package?mail=me@there", "https://host/@scope/package?mail=me@there"),
+        ("at http://u:p@a/x and http://u:p@b/y", "at http://a/x and http://b/y"),
+        ("https://blob/x?sv=1&sig=s3c%2Fret&sp=r", "https://blob/x?sv=1&sig=(hidden)&sp=r"),
+        ("https://maps/x?key=s3cret", "https://maps/x?key=(hidden)"),
+        ("https://s3/x?X-Amz-Signature=s3cret&n=1", "https://s3/x?X-Amz-Signature=(hidden)&n=1"),
+        ("https://hooks.slack.com/services/T0/B0/s3cret", "https://hooks.slack.com/(hidden)"),
+        ("Bearer s3cret", "Bearer (hidden)"),
+        ("Authorization: bearer s3cret", "Authorization: bearer (hidden)"),
+        ("the bearer of news", "the bearer of news"),
+    ],
+)
+def test_secrets_in_values_are_hidden(text: str, shown: str) -> None:
+    assert hide("text", text) == shown
+    assert json.loads(hide("texts", [text])) == [shown]
+
+
 def record(layout: Layout, stage: str, iteration: str, inputs: dict[str, str], output: str = "") -> None:
     write_json(layout.provenance(stage, iteration), {"inputs": inputs, "output": output})
     write_json(layout.metrics(stage, iteration), {"value": 1.0})
