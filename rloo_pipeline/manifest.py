@@ -1,6 +1,7 @@
 """Manifests: what an artifact holds. An artifact without one does not exist."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,35 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{path}: schema version {manifest.get('schema_version')}, this package reads {SCHEMA_VERSION}; "
             "run the stage again or install the version that wrote it"
         )
-    if manifest.get("fingerprint") != fingerprint.of_json(_described(manifest)):
-        raise UserError(f"{path}: changed after it was written: its fingerprint is not that of its content; {RESTORE}")
+    if manifest.get("seal") != _seal(manifest) or manifest.get("fingerprint") != _whole(manifest):
+        raise UserError(
+            f"{path}: changed after it was written, or written by an earlier version: its seal is not that of its "
+            f"content; {RESTORE}"
+        )
     return manifest
 
 
-def _described(manifest: dict[str, Any]) -> Any:
-    """What the fingerprint is taken of: the parts of a model, the shards and facts of a table."""
-    return manifest["parts"] if "parts" in manifest else {key: manifest.get(key) for key in ("shards", "facts")}
+def write_manifest(directory: Path, **content: Any) -> None:
+    """Write a manifest of this content with the schema version and a seal: a hash of all that stands in it."""
+    manifest = {"schema_version": SCHEMA_VERSION, **content}
+    write_json(directory / fingerprint.MANIFEST, {**manifest, "seal": _seal(manifest)})
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    # The fingerprint is of the content that later stages depend on alone; the seal covers what is beside it too.
+    return fingerprint.of_json({key: value for key, value in manifest.items() if key != "seal"})
+
+
+def _whole(manifest: Mapping[str, Any]) -> str:
+    """The fingerprint: of the parts of a model, or of the shards and facts of a table."""
+    shards = {key: manifest.get(key) for key in ("shards", "facts")}
+    return fingerprint.of_json(manifest["parts"] if "parts" in manifest else shards)
 
 
 def write_model_manifest(directory: Path, **facts: Any) -> str:
     """Write the manifest of a model or trainer state from its files; returns the fingerprint."""
     whole, parts = fingerprint.of_model(directory)
-    write_json(
-        directory / fingerprint.MANIFEST,
-        {"schema_version": SCHEMA_VERSION, "facts": facts, "parts": parts, "fingerprint": whole},
-    )
+    write_manifest(directory, facts=facts, parts=parts, fingerprint=whole)
     return whole
 
 

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 
 from rloo_pipeline import fingerprint
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.files import write_json, write_whole
-from rloo_pipeline.manifest import RESTORE, read_manifest
+from rloo_pipeline.files import write_whole
+from rloo_pipeline.manifest import RESTORE, read_manifest, write_manifest
 from rloo_pipeline.progress import say
-from rloo_pipeline.schema import SCHEMA_VERSION
 
 _FINGERPRINT = b"fingerprint"
+_INDEX = b"shard"
 
 
 def shard_name(index: int) -> str:
@@ -23,19 +23,22 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}.parquet"
 
 
-def write_table(path: Path, table: pa.Table) -> str:
-    """Write one Parquet file atomically with its content's fingerprint in its metadata, which is returned."""
+def write_table(path: Path, table: pa.Table, index: int = 0) -> str:
+    """Write one Parquet file atomically with its content's fingerprint in its metadata, which is returned.
+
+    index: which shard it is, in the metadata too, so that one shard is not taken for another.
+    """
     content = fingerprint.of_table(table)
     try:
-        encoded = _encoded(table, content)
+        encoded = _encoded(table, content, index)
     except pa.ArrowNotImplementedError as error:
         raise UserError(f"{path}: a column has a type that Parquet cannot hold ({error}); change or drop it") from error
     write_whole(path, encoded)
     return content
 
 
-def _encoded(table: pa.Table, content: str) -> bytes:
-    metadata = {**(table.schema.metadata or {}), _FINGERPRINT: content.encode()}
+def _encoded(table: pa.Table, content: str, index: int) -> bytes:
+    metadata = {**(table.schema.metadata or {}), _FINGERPRINT: content.encode(), _INDEX: str(index).encode()}
     sink = pa.BufferOutputStream()
     # In one chunk, so that equal tables give equal bytes.
     pq.write_table(table.replace_schema_metadata(metadata).combine_chunks(), sink, compression="zstd")
@@ -68,7 +71,7 @@ def read_table(path: Path, sha256: str | None = None) -> tuple[pa.Table, str]:
 def _recorded(path: Path) -> str | None:
     if not path.with_name(fingerprint.MANIFEST).exists():
         return None
-    found: str | None = read_manifest(path.parent).get("files", {}).get(path.name)
+    found: str | None = read_manifest(path.parent)["files"].get(path.name)
     return found
 
 
@@ -80,17 +83,17 @@ def write_shards(work: Path, count: int, make: Callable[[int], pa.Table], schema
     entries = []
     for index in range(count):
         path = work / shard_name(index)
-        entry = _finished(path, schema)
+        entry = _finished(path, index, schema)
         if entry is None:
             table = make(index).cast(schema)
-            entry = (path.name, table.num_rows, write_table(path, table))
+            entry = (path.name, table.num_rows, write_table(path, table, index))
         else:
             say(f"{path.name} is there from an interrupted run: kept")
         entries.append(entry)
     return entries
 
 
-def _finished(path: Path, schema: pa.Schema) -> Entry | None:
+def _finished(path: Path, index: int, schema: pa.Schema) -> Entry | None:
     """The entry of a shard that is there already, if it is to the byte what would be written; None otherwise."""
     if not path.exists():
         return None
@@ -99,8 +102,8 @@ def _finished(path: Path, schema: pa.Schema) -> Entry | None:
     except UserError as error:
         say(f"left over from an interrupted run, made again: {error}")
         return None
-    if table.schema.names != schema.names or path.read_bytes() != _encoded(table.cast(schema), content):
-        say(f"{path.name} is left over from an interrupted run and not as it was written: made again")
+    if table.schema.names != schema.names or path.read_bytes() != _encoded(table.cast(schema), content, index):
+        say(f"{path.name} is left over from an interrupted run and not as it would be written: made again")
         return None
     return path.name, table.num_rows, content
 
@@ -108,20 +111,17 @@ def _finished(path: Path, schema: pa.Schema) -> Entry | None:
 def write_shards_manifest(work: Path, entries: Sequence[Entry], facts: Mapping[str, Any]) -> str:
     """Write the manifest beside the shards: what they hold, nothing of when or where; returns its fingerprint.
 
-    The fingerprint is of the rows and facts; the hashes of the files beside it find a damage that no row shows.
+    The fingerprint is of the rows and facts; the hashes of the files find a damage that no row shows.
     """
     shards = [{"file": file, "rows": rows, "fingerprint": content} for file, rows, content in entries]
     whole = fingerprint.of_json({"shards": shards, "facts": dict(facts)})
-    write_json(
-        work / fingerprint.MANIFEST,
-        {
-            "schema_version": SCHEMA_VERSION,
-            "rows": sum(rows for _, rows, _ in entries),
-            "shards": shards,
-            "files": {file: fingerprint.of_file(work / file) for file, _, _ in entries},
-            "facts": dict(facts),
-            "fingerprint": whole,
-        },
+    write_manifest(
+        work,
+        rows=sum(rows for _, rows, _ in entries),
+        shards=shards,
+        files={file: fingerprint.of_file(work / file) for file, _, _ in entries},
+        facts=dict(facts),
+        fingerprint=whole,
     )
     return whole
 
@@ -130,7 +130,7 @@ def read_shard(directory: Path, manifest: Mapping[str, Any], index: int) -> pa.T
     """The shard at `index` of an artifact; raises UserError if it is not what the artifact's manifest says."""
     entry = manifest["shards"][index]
     path = directory / entry["file"]
-    table, content = read_table(path, manifest.get("files", {}).get(entry["file"]))
+    table, content = read_table(path, manifest["files"][entry["file"]])
     if content != entry["fingerprint"]:
         raise UserError(f"{path}: its content is not what {directory / fingerprint.MANIFEST} says; {RESTORE}")
     return table

@@ -50,7 +50,8 @@ def rewrite_weight(root: Path, iteration: str, tensor: str, change: float) -> No
     facts = read_manifest(policy / "model")["facts"]
     (policy / "model" / "manifest.json").unlink()
     written = write_model_manifest(policy / "model", **facts)
-    state = read_manifest(policy / "trainer_state")["fingerprint"]
+    (policy / "trainer_state" / "manifest.json").unlink()
+    state = write_model_manifest(policy / "trainer_state", policy_fingerprint=written)
     edit_json(root / "provenance" / "update" / f"{iteration}.json", output=fingerprint.of_json([written, state]))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_pipeline.disk import refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
-from rloo_pipeline.manifest import RESTORE
+from rloo_pipeline.manifest import RESTORE, checked_fingerprint, read_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,19 @@ MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 def write_initial_state(directory: Path) -> None:
     """The trainer state before the first optimizer step."""
     write_json(directory / STATE, {"step": 0})
+
+
+def checked_state(directory: Path, policy_fingerprint: str) -> str:
+    """The fingerprint of a trainer state; raises UserError if its files changed or it is not of this policy."""
+    found = checked_fingerprint(directory)
+    written_with = read_manifest(directory)["facts"].get("policy_fingerprint")
+    if written_with != policy_fingerprint:
+        raise UserError(
+            f"{directory}: written with other weights ({str(written_with)[:12]}) than those of its policy "
+            f"({policy_fingerprint[:12]}); restore model/ and trainer_state/ together with `dvc checkout` or run the "
+            "stage that makes them again"
+        )
+    return found
 
 
 def read_counters(directory: Path) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import pyarrow as pa
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.guard import check_made_from, rewards_fingerprint
 from rloo_pipeline.layout import Layout
-from rloo_pipeline.manifest import checked_fingerprint, read_manifest
+from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.advantages import Advantages, compute
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.objective.penalties import missing_eos_penalty, soft_overlong_penalty
 from rloo_pipeline.objective_config import AdvantagesConfig
+from rloo_pipeline.policy.trainer_state import checked_state
 from rloo_pipeline.progress import say
 from rloo_pipeline.schema import ADVANTAGES, KEY_NAMES
 from rloo_pipeline.shards import read_shards, write_shards, write_shards_manifest
@@ -30,10 +31,11 @@ def run(context: Context, config: AdvantagesConfig) -> None:
     layout, iteration = context.layout, context.iteration
     rollouts = read_manifest(layout.rollouts(iteration))
     inputs = {"rollouts": rollouts["fingerprint"], **scored_fingerprints(layout, iteration, rollouts["fingerprint"])}
-    inputs["trainer_state"] = checked_fingerprint(layout.trainer_state(context.link.previous))
+    state_directory = layout.trainer_state(context.link.previous)
+    inputs["trainer_state"] = checked_state(state_directory, rollouts["facts"]["policy_fingerprint"])
     record = start(context, "advantages", config, inputs)
 
-    state = State.read(layout.trainer_state(context.link.previous), config)
+    state = State.read(state_directory, config)
     table, names_G = scored(layout, iteration)
     computed = estimate(table, names_G, rollouts["facts"], config, state)
     entries = write_shards(record.work, 1, lambda _: _table(table, computed), ADVANTAGES)

@@ -47,7 +47,7 @@ def run(
     fetch(policy, context.layout.root, work / "model")
     policy_fingerprint = write_model_manifest(work / "model", trust_remote_code=policy.trust_remote_code)
     write_initial_state(work / "trainer_state")
-    write_model_manifest(work / "trainer_state")
+    write_model_manifest(work / "trainer_state", policy_fingerprint=policy_fingerprint)
     check_space(context.layout, work / "model", iterations)
 
     tokenizer, context_tokens = _reading(policy, work / "model")

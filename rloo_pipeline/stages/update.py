@@ -13,7 +13,7 @@ from rloo_pipeline import fingerprint
 from rloo_pipeline.disk import check_space, refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.guard import check_advantages, check_on_policy, check_rows_on_policy, names_of
-from rloo_pipeline.manifest import checked_fingerprint, read_manifest, write_model_manifest
+from rloo_pipeline.manifest import read_manifest, write_model_manifest
 from rloo_pipeline.objective.advantages import INVALID
 from rloo_pipeline.objective_config import UpdateConfig
 from rloo_pipeline.policy import trainer_state
@@ -46,7 +46,7 @@ def run(context: Context, config: UpdateConfig) -> None:
     check_advantages(layout, iteration, advantages["facts"], rollouts["fingerprint"])
     inputs = {
         "policy": policy.fingerprint,
-        "trainer_state": checked_fingerprint(state),
+        "trainer_state": trainer_state.checked_state(state, policy.fingerprint),
         "rollouts": rollouts["fingerprint"],
         "advantages": advantages["fingerprint"],
     }
@@ -69,7 +69,7 @@ def run(context: Context, config: UpdateConfig) -> None:
 
     work = record.work
     written = write_model_manifest(work / "model", trust_remote_code=policy.trust_remote_code)
-    state_written = write_model_manifest(work / "trainer_state")
+    state_written = write_model_manifest(work / "trainer_state", policy_fingerprint=written)
     outputs = {
         work / "trainer_state": layout.trainer_state(iteration),
         work / "model": layout.model(iteration),

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.manifest import read_manifest
+from rloo_pipeline.manifest import read_manifest, write_manifest
 from rloo_pipeline.shards import (
     read_shard,
     read_shards,
@@ -120,9 +120,9 @@ def test_a_shard_of_another_artifact(artifact: Path) -> None:
 
 def test_a_shard_of_another_artifact_under_its_own_hash(artifact: Path) -> None:
     (artifact / shard_name(0)).write_bytes((artifact / shard_name(2)).read_bytes())
-    manifest = json.loads((artifact / "manifest.json").read_text())
+    manifest = {key: value for key, value in read_manifest(artifact).items() if key not in ("schema_version", "seal")}
     manifest["files"][shard_name(0)] = manifest["files"][shard_name(2)]
-    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(artifact, **manifest)
     with pytest.raises(UserError, match=r"shard-00000\.parquet: its content is not what .*manifest\.json says"):
         read_shards(artifact)
 
@@ -156,6 +156,14 @@ def test_without_the_hash_of_the_bytes_no_damage_changes_a_row(tmp_path: Path) -
             continue
 
 
+def test_resume_makes_a_shard_again_that_is_a_copy_of_another(tmp_path: Path) -> None:
+    whole = write_shards(tmp_path, 3, part, SCHEMA)
+    (tmp_path / shard_name(1)).write_bytes((tmp_path / shard_name(0)).read_bytes())
+    make = Maker()
+    assert write_shards(tmp_path, 3, make, SCHEMA) == whole
+    assert make.made == [1]
+
+
 def test_resume_makes_a_shard_again_whose_damage_changes_no_row(tmp_path: Path) -> None:
     [entry] = write_shards(tmp_path, 1, part, SCHEMA)
     path = tmp_path / shard_name(0)
@@ -187,6 +195,14 @@ def test_unusable_manifests(artifact: Path, text: str, told: str) -> None:
 def test_an_edited_fact_is_refused(artifact: Path) -> None:
     path = artifact / "manifest.json"
     path.write_text(path.read_text().replace('"fact": 1', '"fact": 2'))
+    with pytest.raises(UserError, match=r"manifest\.json: changed after it was written"):
+        read_shards(artifact)
+
+
+@pytest.mark.parametrize("change", [{"rows": 3}, {"files": {}}, {"files": None}, {"seal": None}, {"more": 1}])
+def test_any_edited_entry_is_refused(artifact: Path, change: dict[str, object]) -> None:
+    path = artifact / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=r"manifest\.json: changed after it was written"):
         read_shards(artifact)
 

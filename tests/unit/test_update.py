@@ -355,7 +355,7 @@ def project(tmp_path):
     make_policy(layout.model("0000"))
     fingerprint = write_model_manifest(layout.model("0000"), trust_remote_code=False)
     trainer_state.write_initial_state(layout.trainer_state("0000"))
-    write_model_manifest(layout.trainer_state("0000"))
+    write_model_manifest(layout.trainer_state("0000"), policy_fingerprint=fingerprint)
     rows = make_rows()
     sampled = score(make_model(), rows.prompts_N, rows.completions_N, TEMPERATURE, 1000, Counter())
     lists = [[values.tolist() for values in ragged] for ragged in (rows.completions_N, rows.prompts_N, sampled)]
