@@ -110,13 +110,14 @@ def _header(path: Path, text: bytes, room: int) -> dict[str, Any]:
 
 
 def of_model(directory: Path) -> tuple[str, dict[str, str]]:
-    """Fingerprint of a policy: its tensors and every other file beside them (config, tokenizer, chat template).
+    """Fingerprint of a policy: its tensors and every other file beside or below them (config, tokenizer, template).
 
     Returns the fingerprint and the parts that it is made of.
     """
-    parts = of_tensors(directory.glob("*.safetensors"))
-    for path in sorted(directory.iterdir()):
-        skipped = path.suffix == ".safetensors" or path.name in (MANIFEST, "model.safetensors.index.json")
-        if path.is_file() and not skipped:
-            parts[f"file:{path.name}"] = of_file(path)
+    weights = set(directory.glob("*.safetensors"))
+    parts = of_tensors(weights)
+    known = weights | {directory / MANIFEST, directory / "model.safetensors.index.json"}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path not in known:
+            parts[f"file:{path.relative_to(directory).as_posix()}"] = of_file(path)
     return of_json(parts), parts

@@ -44,5 +44,5 @@ def open_policy(model: Path) -> Policy:
 
 def _stamps(model: Path) -> dict[str, Stamp]:
     """Inode, size and times of change of each file: any writing or replacing shows in them."""
-    found = {path.name: path.stat() for path in model.glob("*")}
+    found = {path.relative_to(model).as_posix(): path.stat() for path in model.rglob("*")}
     return {name: (item.st_ino, item.st_size, item.st_mtime_ns, item.st_ctime_ns) for name, item in found.items()}

@@ -11,6 +11,7 @@ from rloo_pipeline.progress import say
 # Nothing that is unpickled on loading (.bin, .pt) is ever taken.
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 PACKAGE = "package:"
+TEMPLATES = "additional_chat_templates"
 
 
 def fetch(config: PolicyConfig, root: Path, target: Path) -> None:
@@ -54,6 +55,10 @@ def _copy(source: Path, target: Path, with_code: bool) -> None:
         for path in source.glob(pattern):
             if path.name != "manifest.json":
                 shutil.copyfile(path, target / path.name)
+    if (source / TEMPLATES).is_dir():
+        say(
+            f"warning: {TEMPLATES}/ of the model is left out: prompts are rendered with its default chat template alone"
+        )
 
 
 def _from_package(name: str, target: Path) -> None:

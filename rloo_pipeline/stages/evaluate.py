@@ -9,14 +9,14 @@ import pyarrow as pa
 
 from rloo_pipeline.config import EvaluateConfig, RewardConfig
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.layout import INITIAL
+from rloo_pipeline.layout import INITIAL, Layout
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.objective.statistics import bootstrap_interval, pass_at_k, prompt_win_rates
 from rloo_pipeline.policy.handle import Policy, open_policy
 from rloo_pipeline.policy.load import pass_conditions
 from rloo_pipeline.policy.logprobs import Scorer
-from rloo_pipeline.progress import progress
+from rloo_pipeline.progress import progress, say
 from rloo_pipeline.rewards.score import join_prompts, score
 from rloo_pipeline.schema import KEY_NAMES, evaluation_schema
 from rloo_pipeline.seeds import derive
@@ -39,6 +39,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
         _write_nothing(context, config, rewards)
         return
     policy, reference = open_policy(layout.model(iteration)), open_policy(layout.model(context.link.reference))
+    opponent = {} if iteration == INITIAL else {"opponent": _initial_fingerprint(layout)}
     held_out, prompts_fingerprint = read_table(layout.prompts / "eval.parquet")
     prompts = prepare_prompts(held_out, policy, config.max_tokens)
 
@@ -55,9 +56,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
         "evaluate": config.model_dump(mode="json"),
         "rewards": [item.model_dump(mode="json") for item in rewards],
     }
-    all_inputs = {**inputs, **fingerprints(context.sources, "rewards", layout.root)}
-    if iteration != INITIAL:
-        all_inputs["opponent"] = read_manifest(layout.evaluation(INITIAL))["fingerprint"]
+    all_inputs = {**inputs, **fingerprints(context.sources, "rewards", layout.root), **opponent}
     record = Record(context, "evaluate", all_inputs, settings, started=sampling_record.started)
     entries = _score_rewards(context, rewards, held_out, sampled, record.work, files)
     output = write_shards_manifest(record.work, entries, {"policy_fingerprint": policy.fingerprint, "skipped": False})
@@ -124,6 +123,21 @@ def _score_rewards(
             return pa.table({**columns, "kl": kl["kl"]}).select(schema.names)
 
         return write_shards(work, len(files), make, schema)
+
+
+def _initial_fingerprint(layout: Layout) -> str:
+    """The fingerprint of the initial policy's evaluation; raises UserError if it is one of other weights."""
+    evaluation, model = read_manifest(layout.evaluation(INITIAL)), layout.model(INITIAL)
+    if not model.exists():
+        say(f"policy {INITIAL} is not here, so it is not checked that evaluation {INITIAL} is of it")
+        return str(evaluation["fingerprint"])
+    evaluated, initial = evaluation["facts"].get("policy_fingerprint"), read_manifest(model)["fingerprint"]
+    if evaluated != initial:
+        raise UserError(
+            f"{layout.evaluation(INITIAL)}: of other weights ({str(evaluated)[:12]}) than policy {INITIAL} "
+            f"({initial[:12]}); restore it with `dvc checkout` or run `dvc repro evaluate_initial` again"
+        )
+    return str(evaluation["fingerprint"])
 
 
 def _opponent(context: Context, table: pa.Table) -> pa.Table | None:

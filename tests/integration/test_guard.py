@@ -138,6 +138,43 @@ def test_rollouts_of_other_weights_are_refused(project: Project, rloo: CommandLi
     assert "dvc repro rollouts@0001" in done.stderr
 
 
+@pytest.mark.parametrize("stage", ["advantages", "update"])
+def test_a_trainer_state_of_other_weights_is_refused(project: Project, rloo: CommandLine, stage: str) -> None:
+    """As a `dvc checkout` of a policy's model alone leaves it."""
+    policy = project.root / "artifacts" / "policy"
+    shutil.rmtree(policy / "0001" / "trainer_state")
+    shutil.copytree(policy / "0002" / "trainer_state", policy / "0001" / "trainer_state")
+    before = files(project, "artifacts", "metrics", "provenance")
+    done = rloo(project, stage, "0002")
+    assert done.code == 2
+    other, own = (policy_of(project, iteration)[:12] for iteration in ("0002", "0001"))
+    told = f"policy/0001/trainer_state: written with other weights ({other}) than those of its policy ({own})"
+    assert told in done.stderr
+    assert "together with `dvc checkout`" in done.stderr
+    assert files(project, "artifacts", "metrics", "provenance") == before
+
+
+def test_an_evaluation_of_another_policy_is_no_opponent(project: Project, rloo: CommandLine) -> None:
+    evaluation = project.root / "artifacts" / "evaluation"
+    shutil.rmtree(evaluation / "0000")
+    shutil.copytree(evaluation / "0001", evaluation / "0000")
+    before = files(project, "artifacts", "metrics", "provenance")
+    done = rloo(project, "evaluate", "0002")
+    assert done.code == 2
+    other, own = (policy_of(project, iteration)[:12] for iteration in ("0001", "0000"))
+    assert f"artifacts/evaluation/0000: of other weights ({other}) than policy 0000 ({own})" in done.stderr
+    assert "dvc repro evaluate_initial" in done.stderr
+    assert files(project, "artifacts", "metrics", "provenance") == before
+
+
+def test_without_the_initial_policy_its_evaluation_is_taken_as_it_is(project: Project, rloo: CommandLine) -> None:
+    project.change("iterations.0002.reference", "0001")
+    shutil.rmtree(project.root / "artifacts" / "policy" / "0000")
+    done = rloo(project, "evaluate", "0002")
+    assert done.code == 0, done.stderr
+    assert "policy 0000 is not here, so it is not checked that evaluation 0000 is of it" in done.stderr
+
+
 REWORDED = {"rewards": ("reward", 0.25, "rewards"), "logprobs": ("reference_logprobs", None, "log-probs")}
 
 
@@ -341,10 +378,12 @@ def test_all_engines_of_a_resumed_stage_are_told(
 EVIL = b"cos\nsystem\n(S'touch executed'\ntR."  # unpickling it makes the file `executed`
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.pt", "model.pkl"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.pt", "model.pkl", "sub/code.py"])
 @pytest.mark.parametrize("stage", ["rollouts", "logprobs", "update"])
 def test_a_pickle_beside_the_weights_is_refused(project: Project, rloo: CommandLine, stage: str, name: str) -> None:
-    (project.root / "artifacts" / "policy" / "0000" / "model" / name).write_bytes(EVIL)
+    planted = project.root / "artifacts" / "policy" / "0000" / "model" / name
+    planted.parent.mkdir(exist_ok=True)
+    planted.write_bytes(EVIL)
     done = rloo(project, stage, "0001")
     assert done.code == 2
     assert f"file:{name} changed after the manifest was written" in done.stderr
@@ -358,6 +397,7 @@ def test_a_pickle_in_place_of_the_weights_is_refused(project: Project, rloo: Com
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(EVIL)
     label = write_model_manifest(model, trust_remote_code=False)
+    write_model_manifest(model.parent / "trainer_state", policy_fingerprint=label)
     rollouts = project.root / "artifacts" / "rollouts" / "0001"
     rewrite(rollouts, set_column("policy_fingerprint", label), policy_fingerprint=label)
     renewed = read_manifest(rollouts)["fingerprint"]
@@ -374,7 +414,7 @@ def test_a_pickle_in_place_of_the_optimizers_state_is_refused(project: Project, 
     state = project.root / "artifacts" / "policy" / "0001" / "trainer_state"
     (state / trainer_state.MOMENTS).unlink()
     (state / "optimizer.pt").write_bytes(EVIL)
-    write_model_manifest(state)
+    write_model_manifest(state, **read_manifest(state)["facts"])
     done = rloo(project, "update", "0002")
     assert done.code == 2
     assert f"trainer_state/{trainer_state.MOMENTS}: no such file, though 1 steps are done" in done.stderr

@@ -130,3 +130,13 @@ def test_a_model_is_the_same_in_one_file_or_two(tmp_path: Path) -> None:
     assert fingerprint.of_model(tmp_path / "one") == fingerprint.of_model(tmp_path / "two")
     (tmp_path / "two" / "chat_template.jinja").write_text("x")
     assert fingerprint.of_model(tmp_path / "one")[0] != fingerprint.of_model(tmp_path / "two")[0]
+
+
+@pytest.mark.parametrize("name", ["sub/x.py", "sub/deep/w.safetensors", "sub/manifest.json"])
+def test_a_file_below_a_model_is_part_of_it(tmp_path: Path, name: str) -> None:
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    before = fingerprint.of_model(tmp_path)[1]
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"x")
+    added = {f"file:{name}": hashlib.sha256(b"x").hexdigest()}
+    assert fingerprint.of_model(tmp_path)[1] == {**before, **added}

@@ -59,6 +59,16 @@ def test_what_runs_code_on_loading_stays_behind(project):
     assert names(project / "trusted") - names(project / "plain") == {"modeling_own.py"}
 
 
+def test_additional_chat_templates_are_left_out_and_told(project, capsys):
+    fetch(PolicyConfig(model="tiny"), project, project / "plain")
+    assert capsys.readouterr().err == ""
+    (project / "tiny" / "additional_chat_templates").mkdir()
+    (project / "tiny" / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    fetch(PolicyConfig(model="tiny"), project, project / "model")
+    assert names(project / "model") == names(project / "plain")
+    assert "warning: additional_chat_templates/ of the model is left out" in capsys.readouterr().err
+
+
 def test_pickled_weights_alone_are_refused(project):
     (project / "tiny" / "model.safetensors").rename(project / "tiny" / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"policy\.model tiny: no \.safetensors file .* save_pretrained"):
