@@ -50,8 +50,7 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 
 def _whole(manifest: Mapping[str, Any]) -> str:
     """The fingerprint: of the parts of a model, or of the shards and facts of a table."""
-    shards = {key: manifest.get(key) for key in ("shards", "facts")}
-    return fingerprint.of_json(manifest["parts"] if "parts" in manifest else shards)
+    return fingerprint.of_json(manifest.get("parts", {key: manifest.get(key) for key in ("shards", "facts")}))
 
 
 def write_model_manifest(directory: Path, **facts: Any) -> str:
