@@ -5,19 +5,36 @@ from pathlib import Path
 from typing import Any
 
 from rloo_pipeline.config import Params
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
 from rloo_pipeline.layout import INITIAL, STAGES, Layout
 
 Row = dict[str, Any]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return values
+def _read(path: Path, only: str | None = None) -> dict[str, Any]:
+    """The values in a file, or only one of them; none without it. Raises UserError unless they are numbers or null."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(values, dict):
+        raise _damaged(path, "it holds no values by name")
+    chosen = {name: value for name, value in values.items() if only in (None, name)}
+    for name, value in chosen.items():
+        if not isinstance(value, int | float | None):
+            raise _damaged(path, f"{name} is no number")
+    return chosen
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(
+        f"{path}: not readable as {path.parts[-3]} ({why}); restore it from git, or remove it and `dvc repro`"
+    )
 
 
 def collect(layout: Layout, params: Params) -> list[Row]:
-    """One row for each iteration, the initial policy first: its id and every metric as <stage>/<name>."""
+    """One row for each iteration, the initial policy first: id and every metric as <stage>/<name>; raises UserError."""
     rows = []
     for iteration in (INITIAL, *params.iterations):
         row: Row = {"iteration": iteration}
@@ -37,7 +54,8 @@ def run(layout: Layout, params: Params) -> None:
 
 def seconds(layout: Layout, iteration: str) -> float:
     """How long the stages of an iteration took, in all."""
-    return float(sum(_read(layout.timings(stage, iteration)).get("seconds", 0.0) for stage in STAGES))
+    files = [_read(layout.timings(stage, iteration), only="seconds") for stage in STAGES]
+    return float(sum(values.get("seconds") or 0.0 for values in files))
 
 
 def show(layout: Layout, params: Params) -> None:

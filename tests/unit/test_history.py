@@ -4,6 +4,7 @@ import pytest
 
 from rloo_pipeline import history
 from rloo_pipeline.config import parse_params
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
 from rloo_pipeline.layout import Layout
 from tests.project import PARAMS
@@ -21,7 +22,7 @@ def layout(tmp_path):
     )
     write_json(layout.metrics("advantages", "0001"), {"reward": 0.3333, "frac_reward_zero_std": 0.25})
     write_json(layout.metrics("rollouts", "0002"), {"completions": 16})
-    write_json(layout.timings("rollouts", "0001"), {"seconds": 19.4, "tokens": 100.0})
+    write_json(layout.timings("rollouts", "0001"), {"seconds": 19.4, "tokens": 100.0, "system": {"looks": 3}})
     write_json(layout.timings("update", "0001"), {"seconds": 20.2})
     return layout
 
@@ -102,3 +103,23 @@ def test_verdict(last: dict[str, object], expected: str) -> None:
 
 def test_verdict_without_a_second_evaluation() -> None:
     assert "nothing to compare" in history.verdict([_evaluated("0000", 0.125, 0.07, 0.19), {"iteration": "0001"}])
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("5", "no values by name"),
+        ("[1]", "no values by name"),
+        ('{"loss": 1', "delimiter"),
+        ("", "Expecting value"),
+        (b"\xff\xfe", "codec"),
+        ('{"seconds": "few"}', "seconds is no number"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["metrics", "timings"])
+def test_damaged_metrics_are_named(layout, kind, content, why):
+    path = getattr(layout, kind)("update", "0001")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=rf"{kind}/update/0001.json: not readable as {kind} \(.*{why}.*restore it"):
+        history.show(layout, PARSED)
