@@ -1,6 +1,7 @@
 """The command line: one command for each stage here, those for people in commands/."""
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,9 @@ def main() -> None:
     gc.set_threshold(100_000, 50, 100)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale without some character shows its number
+            stream.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a log gets plain lines; libraries' bars would fill it
     try:

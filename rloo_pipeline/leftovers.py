@@ -51,11 +51,18 @@ def clean(layout: Layout, params: Params, *, everything: bool, dry_run: bool) ->
 
 
 def find(layout: Layout, params: Params, *, everything: bool) -> Iterator[Leftover]:
-    """The leftovers among the work in progress, and temporary files elsewhere in the project."""
+    """The leftovers among the work in progress, and temporary files elsewhere in the project.
+
+    The caller holds the project's lock, so no verify and no prune is at work on theirs.
+    """
     for path in layout.state.glob("work/*/*/*"):
         reason = "partial output" if everything else why_useless(path, layout, params)
         if reason:
             yield Leftover(path, reason)
+    for path in layout.state.glob("verify-*"):
+        yield Leftover(path, "artifacts that a killed verify replayed")
+    if (layout.state / "pruned").exists():
+        yield Leftover(layout.state / "pruned", "what a killed prune had set aside")
     temporary = [layout.root / ".params.yaml.tmp", *layout.state.glob(".*.tmp")]
     for folder in FOLDERS:
         temporary += (layout.root / folder).rglob(".*.tmp")

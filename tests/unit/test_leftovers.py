@@ -1,13 +1,18 @@
 """Which leftovers go, which stay, and what is said of them."""
 
 import copy
+import io
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from rloo_pipeline import leftovers, process
+from rloo_pipeline.cli import main
 from rloo_pipeline.config import Params, parse_params
 from rloo_pipeline.errors import Busy
 from rloo_pipeline.layout import Layout
@@ -98,12 +103,15 @@ def test_what_is_never_gone_on_from_goes(tmp_path: Path, capsys: pytest.CaptureF
         write(tmp_path / ".rloo/work/rollouts/0001/abc.records/metrics.json"): "half-written records",
         write(tmp_path / ".rloo/work/rollouts/0007/abc/shard-00000.parquet"): "params.yaml has no iteration 0007",
         write(tmp_path / "metrics/rollouts/.0001.json.tmp"): "half-written file",
+        write(tmp_path / ".rloo/verify-a1b2c3/update-0001/metrics/update/0001.json"): "a killed verify",
+        write(tmp_path / ".rloo/pruned/0/model.safetensors"): "a killed prune",
         update: "update starts over",
     }
     kept = [
         write(tmp_path / "artifacts/rollouts/0001/shard-00000.parquet"),
         write(tmp_path / ".rloo/work/rollouts/0001/of-no-known-key/shard-00000.parquet"),
         write(tmp_path / "notes.tmp"),
+        write(tmp_path / ".rloo/replayed-a1b2c3/update-0001/metrics/update/0001.json"),  # of `verify --keep`
     ]
     lines = cleaned(layout, params(), capsys, dry_run=True)
     assert all(path.exists() for path in gone)
@@ -129,3 +137,20 @@ def test_never_while_a_stage_runs(
     with process.exclusive(Layout(tmp_path), "update 0001"), pytest.raises(Busy, match="update 0001"):
         cleaned(Layout(tmp_path), params(), capsys, everything=True)
     assert shard.exists()
+
+
+@pytest.mark.parametrize(
+    ("stream", "arguments"), [("stdout", ["clean", "--dry-run"]), ("stderr", ["sources", "\u00e9"])]
+)
+def test_a_locale_without_a_character_shows_its_number(
+    stream: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "params.yaml").write_text(json.dumps(PARAMS))
+    write(tmp_path / ".rloo/verify-\u00e9/0001.json")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, stream, io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["rloo", *arguments])
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit):
+        main()
+    assert b"\\xe9" in written.getvalue()
