@@ -4,15 +4,18 @@ import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import UUID
 
+import httpx
 import typer
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 from prefect.tasks import Task
 from prefect.transactions import CommitMode, transaction
 
@@ -32,8 +35,11 @@ NO_MEMORY: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 
 
 def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether a failed task is worth another try; a user's error is not."""
-    return isinstance(state.result(raise_on_failure=False), dvc.CanPass | Busy)
+    """Whether a failed task is worth another try: a server that is away comes back, a user's error stays."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, dvc.CanPass | Busy) or any(
+        isinstance(each, httpx.TransportError) for each in (error, getattr(error, "__cause__", None))
+    )
 
 
 TRIES: dict[str, Any] = {
@@ -52,7 +58,7 @@ def training(
     target: str = LOCAL,
     project: str = ".",
     allow_missing: bool = False,
-) -> None:
+) -> State[None]:
     """Run every stage of the chain in params.yaml that DVC finds changed, iteration by iteration.
 
     Args:
@@ -63,9 +69,40 @@ def training(
         project: The project's folder.
         allow_missing: As in `dvc repro --allow-missing`, finished stages may lack their artifacts.
     """
-    node.end_with_worker()
+    cancelled = node.end_with_worker()
+    node.end_lost(UUID(flow_run.id))
     os.environ[RUN_ID] = str(flow_run.id)
-    params_task(project, overrides or {}, iterations, extend_by, target)
+    try:
+        run_chain(project, overrides or {}, iterations, extend_by, target, allow_missing)
+    except TerminationSignal:
+        if not cancelled.is_set():  # the worker's, which sets the state itself
+            raise
+        return Cancelled()
+    finally:
+        _note_end(project)
+    return Completed()
+
+
+def _note_end(project: str) -> None:
+    """Let `rloo find` know which dvc.lock this run ended with, however it ended."""
+    from rloo_pipeline.tracking import note_moment
+
+    try:
+        note_moment(Layout(Path(project)))
+    except Exception as error:  # it must not hide how the run ended
+        get_run_logger().warning("the end of this run is not noted for `rloo find`: %s", error)
+
+
+def run_chain(
+    project: str,
+    overrides: dict[str, Any],
+    iterations: int | None,
+    extend_by: int,
+    target: str,
+    allow_missing: bool,
+) -> None:
+    """The flow's tasks and subflows in order."""
+    params_task(project, overrides, iterations, extend_by, target)
     opening, unfinished = status_task(project, allow_missing)
     for name in opening:
         run_stage(project, name, allow_missing)
@@ -83,7 +120,9 @@ def one_iteration(project: str, iteration: str, allow_missing: bool) -> None:
     """Run the stages of one iteration and show what came out."""
     for name in chain.of_iteration(iteration):
         run_stage(project, name, allow_missing)
-    show_task(project, iteration)
+    shown = show_task(project, iteration, return_state=True)
+    if not shown.is_completed():  # the iteration stands without its artifacts
+        get_run_logger().warning("iteration %s is done, but not shown: %s", iteration, shown.message)
 
 
 def run_stage(project: str, name: str, allow_missing: bool) -> None:
@@ -132,7 +171,7 @@ def status_task(project: str, allow_missing: bool) -> tuple[list[str], list[str]
     return opening, unfinished
 
 
-@task(name="show", task_run_name="show", **NO_MEMORY)
+@task(name="show", task_run_name="show", **TRIES)
 def show_task(project: str, iteration: str) -> None:
     """Make the iteration's artifacts: figures, groups, a link to the MLflow run, which learns of dvc.lock here."""
     from rloo_pipeline.tracking import in_passing, run_url
@@ -140,12 +179,13 @@ def show_task(project: str, iteration: str) -> None:
     layout = Layout(Path(project))
     params = load_params(layout.params)
     in_passing(layout, params, tell=_log)
-    table = artifacts.figures(layout, params, iteration)
-    create_table_artifact(table, key=f"iteration-{iteration}", description=f"Figures of iteration {iteration}")
-    text = artifacts.groups(layout.root, iteration)
-    create_markdown_artifact(text, key=f"groups-{iteration}", description=f"Groups of iteration {iteration}")
     if url := run_url(layout):
         create_link_artifact(url, "The MLflow run", key=f"mlflow-{iteration}")
+    table = artifacts.figures(layout, params, iteration)
+    create_table_artifact(table, key=f"iteration-{iteration}", description=f"Figures of iteration {iteration}")
+    # Last, since it fails for an iteration whose rollouts were removed.
+    text = artifacts.groups(layout.root, iteration)
+    create_markdown_artifact(text, key=f"groups-{iteration}", description=f"Groups of iteration {iteration}")
 
 
 @task(name="push", task_run_name="push", **TRIES)
