@@ -70,6 +70,10 @@ class Layout:
     def provenance(self, stage: str, iteration: str) -> Path:
         return self.root / "provenance" / stage / f"{iteration}.json"
 
+    def kept_provenance(self, stage: str, iteration: str) -> Path:
+        """The provenance of every run that was here: DVC restores an older run's output without its provenance."""
+        return self.state / "provenance" / stage / iteration
+
     @property
     def history(self) -> Path:
         return self.artifacts / "history.json"

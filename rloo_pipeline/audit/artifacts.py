@@ -1,9 +1,7 @@
 """Which stage reads and makes what, by the names that provenance uses, and the fingerprints of what is in place."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -88,20 +86,6 @@ def output_fingerprint(stage: str, parts: Mapping[str, str]) -> str:
         return fingerprint.of_json([parts["policy"], parts["trainer_state"]])
     (only,) = parts.values()
     return only
-
-
-def read_provenance(layout: Layout, stage: str, iteration: str) -> dict[str, Any] | None:
-    """The provenance of a stage's output, None if there is none; raises UserError if it is not readable."""
-    path = layout.provenance(stage, iteration)
-    try:
-        provenance: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for key in ("inputs", "settings", "versions", "output"):
-            provenance[key]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not the provenance of a stage ({error!r}); restore it with `git checkout`") from error
-    return provenance
 
 
 def exists(path: Path) -> bool:

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rloo_pipeline.audit.artifacts import SOURCE, read_provenance, stages_of
+from rloo_pipeline.audit.artifacts import SOURCE, stages_of
 from rloo_pipeline.audit.compare import Change, ColumnDifference, compare_tables, compare_values, jsonable
+from rloo_pipeline.audit.provenance import anew, output_in_place, read_provenance
 from rloo_pipeline.audit.revision import Side, open_side
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.fingerprint import MANIFEST
@@ -43,17 +44,29 @@ def compare(a: Side, b: Side, limit: int) -> Result:
     for side, known in zip((a, b), provenance, strict=True):
         if not known:
             raise UserError(f"{side.name}: there is no provenance of iteration {side.iteration}; has it run?")
+    made = [_made(side, known) for side, known in zip((a, b), provenance, strict=True)]
+    fitting = [
+        {stage: record for stage, record in known.items() if record["output"] == outputs[stage]}
+        for known, outputs in zip(provenance, made, strict=True)
+    ]
     result: Result = {
         "a": {"name": a.name, "iteration": a.iteration, "commit": a.commit},
         "b": {"name": b.name, "iteration": b.iteration, "commit": b.commit},
-        "stages": _stages(*provenance),
-        "settings": _settings(*provenance),
+        "stages": _stages(*made),
+        "settings": _settings(*fitting),
         "metrics": _metrics(a, b),
         "left_out": [
             f"{stage} of {side.name}: not there"
             for stage, pair in tables.items()
             for side, table in zip((a, b), pair, strict=True)
             if table is None
+        ]
+        + [
+            f"settings of {stage} of {side.name}: its provenance tells of another output than the one in place; "
+            f"{anew(stage, side.iteration)} makes both anew"
+            for side, known, fits in zip((a, b), provenance, fitting, strict=True)
+            for stage in known
+            if stage not in fits
         ],
     }
     rollouts = tables["rollouts"]
@@ -75,15 +88,26 @@ def _rows(side: Side, stage: str) -> pa.Table | None:
 
 
 def _provenance(side: Side) -> dict[str, dict[str, Any]]:
-    found = {stage: read_provenance(side.layout, stage, side.iteration) for stage in stages_of(side.iteration)}
+    stages = stages_of(side.iteration)
+    found = {stage: read_provenance(side.layout, stage, side.iteration, side.params) for stage in stages}
     return {stage: item for stage, item in found.items() if item is not None}
 
 
-def _stages(a: Mapping[str, Any], b: Mapping[str, Any]) -> Result:
+def _made(side: Side, known: Mapping[str, Any]) -> dict[str, str]:
+    """The fingerprint of each stage's output: as what is in place states, or as the provenance of what is not."""
+    made = {}
+    for stage, record in known.items():
+        try:
+            made[stage] = output_in_place(side.layout, stage, side.iteration) or record["output"]
+        except UserError:  # of weights, which diff does not read, or written by an earlier version
+            made[stage] = record["output"]
+    return made
+
+
+def _stages(a: Mapping[str, str], b: Mapping[str, str]) -> Result:
     """The fingerprint of each stage's output on both sides, null where the provenance is not there."""
     stages = [*a, *(stage for stage in b if stage not in a)]
-    outputs = {stage: [side[stage]["output"] if stage in side else None for side in (a, b)] for stage in stages}
-    return {stage: {"a": left, "b": right, "same": left == right} for stage, (left, right) in outputs.items()}
+    return {stage: {"a": a.get(stage), "b": b.get(stage), "same": a.get(stage) == b.get(stage)} for stage in stages}
 
 
 def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Result]:

@@ -1,12 +1,11 @@
 """The artifacts of one iteration, joined by key."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
+from rloo_pipeline.audit.provenance import read_provenance
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.fingerprint import MANIFEST
 from rloo_pipeline.layout import Layout, check_iteration
@@ -92,12 +91,6 @@ def _with_stage(
 
 def _inputs(layout: Layout, stage: str, iteration: str, output: str) -> Mapping[str, str]:
     """Fingerprints of the inputs of a stage's output, if its provenance is there and tells of this very output."""
-    path = layout.provenance(stage, iteration)
-    if not path.exists():
-        return {}
-    try:
-        provenance: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); restore it from git") from error
-    inputs: Mapping[str, str] = provenance["inputs"] if provenance["output"] == output else {}
+    provenance = read_provenance(layout, stage, iteration)
+    inputs: Mapping[str, str] = provenance["inputs"] if provenance and provenance["output"] == output else {}
     return inputs

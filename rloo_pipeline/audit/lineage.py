@@ -13,9 +13,9 @@ from rloo_pipeline.audit.artifacts import (
     maker,
     output_fingerprint,
     outputs,
-    read_provenance,
 )
 from rloo_pipeline.audit.contents import Contents
+from rloo_pipeline.audit.provenance import anew, read_provenance, tells_of_another
 from rloo_pipeline.config import Params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL, STAGES, Layout, check_iteration
@@ -80,7 +80,7 @@ def _walk(layout: Layout, params: Params, start: Key) -> dict[Key, Node]:
         key = waiting.pop(0)
         if key in nodes:
             continue
-        node = nodes[key] = _node(layout, *key)
+        node = nodes[key] = _node(layout, params, *key)
         if node.provenance["output"] is None and key == start:
             raise UserError(f"{layout.provenance(*key)}: no such file: {node.name} has not been run; run `dvc repro`")
         link = link_of(params, node.iteration)
@@ -89,9 +89,9 @@ def _walk(layout: Layout, params: Params, start: Key) -> dict[Key, Node]:
     return dict(sorted(nodes.items(), key=lambda item: (item[0][1], STAGES.index(item[0][0])), reverse=True))
 
 
-def _node(layout: Layout, stage: str, iteration: str) -> Node:
+def _node(layout: Layout, params: Params, stage: str, iteration: str) -> Node:
     try:
-        provenance = read_provenance(layout, stage, iteration)
+        provenance = read_provenance(layout, stage, iteration, params)
     except UserError as error:
         return Node(stage, iteration, NOTHING_RECORDED, problems=[str(error)])
     if provenance is not None:
@@ -149,10 +149,7 @@ def _check_outputs(layout: Layout, node: Node, contents: Contents, claims: Claim
     if whole is None or len(known) < len(node.outputs):
         return
     if (found := output_fingerprint(node.stage, known)) != whole:
-        node.problems.append(
-            f"{layout.provenance(node.stage, node.iteration)} tells of another output ({whole[:12]}) than {node.name} "
-            f"has ({found[:12]}); restore both with `git checkout` and `dvc checkout`, or run the stage again"
-        )
+        node.problems.append(tells_of_another(layout, node.stage, node.iteration, whole, found))
 
 
 def _of_metrics(path: Path) -> dict[str, int]:
@@ -181,9 +178,10 @@ def _mismatch(node: Node, path: Path, recorded: str, found: str, is_source: bool
     if is_source:
         return (
             f"{path}: edited after {node.name} read it ({recorded[:12]}, now {found[:12]}); restore it, or run "
-            "`dvc repro`"
+            f"`dvc repro`, and {anew(node.stage, node.iteration)} if that has nothing to do"
         )
     return (
         f"{node.name} was made from another {path} ({recorded[:12]}) than the one in place ({found[:12]}); restore "
-        f"that with `dvc checkout`, or run `dvc repro`"
+        f"that with `dvc checkout`, or run `dvc repro`, and {anew(node.stage, node.iteration)} if that has nothing to "
+        "do"
     )

@@ -7,8 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rloo_pipeline.audit.artifacts import stages_of
+from rloo_pipeline.audit.artifacts import outputs, stages_of
 from rloo_pipeline.cache import LOCK, files_of, git, object_path, open_repo, recorded
+from rloo_pipeline.config import Params, load_params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout, check_iteration
 
@@ -20,11 +21,15 @@ ROWS = ("rollouts", "rewards", "advantages")
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: `name` as the user wrote it, and a layout under which its files lie."""
+    """One side of a comparison: `name` as the user wrote it, and a layout under which its files lie.
+
+    params: None where this version of the package cannot read those of the revision.
+    """
 
     name: str
     iteration: str
     layout: Layout
+    params: Params | None
     commit: str | None = None
 
     def rows(self, stage: str) -> Path:
@@ -42,7 +47,7 @@ def open_side(spec: str, layout: Layout) -> Iterator[Side]:
     revision, _, iteration = spec.rpartition(":")
     check_iteration(iteration)
     if not revision:
-        yield Side(spec, iteration, layout)
+        yield Side(spec, iteration, layout, load_params(layout.params))
         return
     commit = git(layout.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if commit is None:
@@ -52,35 +57,50 @@ def open_side(spec: str, layout: Layout) -> Iterator[Side]:
     if lock is None:
         raise UserError(f"{spec}: revision {revision} has no {LOCK}, so what it made is not known; commit that file")
     with TemporaryDirectory(prefix="rloo-diff-") as directory:
-        side = Side(spec, iteration, Layout(Path(directory)), commit)
-        _records(side, layout.root)
+        there = Layout(Path(directory))
+        _records(there, layout, commit, iteration)
+        side = Side(spec, iteration, there, _params(there), commit)
         _link(side, open_repo(layout.root), recorded(lock, f"{revision}:{LOCK}"))
         yield side
 
 
-def _records(side: Side, root: Path) -> None:
-    """Write the revision's provenance and metrics of the iteration, those that are in git."""
-    for stage in stages_of(side.iteration):
-        for place in (side.layout.provenance(stage, side.iteration), side.layout.metrics(stage, side.iteration)):
-            text = git(root, "show", f"{side.commit}:./{place.relative_to(side.layout.root).as_posix()}")
-            if text is not None:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(text, encoding="utf-8")
+def _records(there: Layout, here: Layout, commit: str, iteration: str) -> None:
+    """Write the revision's params, and provenance and metrics of the iteration, those that are in git."""
+    records = [place(stage, iteration) for stage in stages_of(iteration) for place in (there.provenance, there.metrics)]
+    for place in (there.params, *records):
+        text = git(here.root, "show", f"{commit}:./{place.relative_to(there.root).as_posix()}")
+        if text is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="utf-8")
+    for stage in stages_of(iteration):
+        kept = there.kept_provenance(stage, iteration)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.symlink_to(here.kept_provenance(stage, iteration).resolve())
 
 
-def _link(side: Side, repo: "Repo", outputs: Mapping[str, str]) -> None:
-    """Link the rows of the iteration; raises UserError if the cache lacks one."""
-    for stage in ROWS:
-        target = side.rows(stage)
+def _params(there: Layout) -> Params | None:
+    try:
+        return load_params(there.params)
+    except UserError:
+        return None
+
+
+def _link(side: Side, repo: "Repo", recorded: Mapping[str, str]) -> None:
+    """Link what the cache has of the iteration's outputs; raises UserError if it lacks rows."""
+    stages = stages_of(side.iteration)
+    places = [place for stage in stages for place in outputs(side.layout, stage, side.iteration).values()]
+    needed = [side.rows(stage) for stage in ROWS]
+    for target in dict.fromkeys(side.layout.prompts if place.suffix else place for place in places):
         path = target.relative_to(side.layout.root).as_posix()
-        if path not in outputs:
+        if path not in recorded:
             continue
-        files = files_of(repo, outputs[path])
-        if files is None or not all(object_path(repo, md5).exists() for md5 in files.values()):
+        objects = {name: object_path(repo, md5) for name, md5 in (files_of(repo, recorded[path]) or {}).items()}
+        there = {name: content for name, content in objects.items() if content.exists()}
+        if target in needed and (not objects or there != objects):
             raise UserError(
                 f"{side.name}: {path} of that revision is not in the DVC cache; `dvc fetch --all-commits` brings it "
                 "from the remote, if it was pushed"
             )
-        for name, md5 in files.items():
+        for name, content in there.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).symlink_to(object_path(repo, md5))
+            (target / name).symlink_to(content)

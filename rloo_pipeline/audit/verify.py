@@ -14,13 +14,12 @@ from rloo_pipeline.audit.artifacts import (
     exists,
     input_path,
     link_of,
-    output_fingerprint,
     outputs,
-    read_provenance,
     stages_of,
     stored_fingerprint,
 )
 from rloo_pipeline.audit.compare import compare_tables
+from rloo_pipeline.audit.provenance import anew, output_in_place, read_provenance, tells_of_another
 from rloo_pipeline.audit.recorded import changed, conditions, recorded_params
 from rloo_pipeline.audit.replay import Scratch, link, prepare_processes, replay
 from rloo_pipeline.audit.verify_report import Outcome, as_json, lines, of_manifest, of_metrics, of_parts, of_table
@@ -102,7 +101,7 @@ def verify(
 def _verify(layout: Layout, params: Params, outcome: Outcome, scratch: Scratch) -> Outcome:
     stage, iteration = outcome.stage, outcome.iteration
     try:
-        provenance = _recorded(layout, stage, iteration)
+        provenance = _recorded(layout, params, stage, iteration)
         here = {"versions": library_versions(), "algorithm_version": algorithm_version(stage)}
         outcome.conditions = conditions(provenance, here)
         chain = link_of(params, iteration)
@@ -120,9 +119,9 @@ def _verify(layout: Layout, params: Params, outcome: Outcome, scratch: Scratch) 
     return outcome
 
 
-def _recorded(layout: Layout, stage: str, iteration: str) -> dict[str, Any]:
+def _recorded(layout: Layout, params: Params, stage: str, iteration: str) -> dict[str, Any]:
     """The provenance of a stage's outputs, all of which are there and those that it tells of."""
-    provenance = read_provenance(layout, stage, iteration)
+    provenance = read_provenance(layout, stage, iteration, params)
     places = outputs(layout, stage, iteration)
     missing = [path for path in places.values() if not exists(path)]
     if provenance is None and missing:
@@ -132,14 +131,9 @@ def _recorded(layout: Layout, stage: str, iteration: str) -> dict[str, Any]:
     path = layout.provenance(stage, iteration)
     if provenance is None:
         raise UserError(f"{path}: no such file, so what made {stage} {iteration} is not known; restore it from git")
-    if (
-        output_fingerprint(stage, {name: stored_fingerprint(place) for name, place in places.items()})
-        != (provenance["output"])
-    ):
-        raise UserError(
-            f"{path} tells of another output than the one in place; restore both with `git checkout` and "
-            f"`dvc checkout`, or run {stage} {iteration} again"
-        )
+    found = output_in_place(layout, stage, iteration)
+    if found is not None and found != provenance["output"]:
+        raise UserError(tells_of_another(layout, stage, iteration, provenance["output"], found))
     return provenance
 
 
@@ -164,7 +158,7 @@ def _check_inputs(
         if now != made_from:
             raise UserError(
                 f"made from another {path} ({made_from[:12]}) than the one in place ({str(now)[:12]}); "
-                f"restore that, or run {stage} {iteration} again"
+                f"restore that, or run {anew(stage, iteration)}"
             )
 
 

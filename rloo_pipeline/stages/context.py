@@ -119,16 +119,20 @@ class Record:
     def finish(self, outputs: Mapping[Path, Path], output_fingerprint: str, keep: Path | None = None) -> None:
         """Write metrics, timings and provenance, then put them and the outputs (from work to final) in place.
 
+        The provenance is kept for good too, for when DVC restores the output of this run over that of a later one.
         Work in progress of this stage and iteration is removed, that under other settings too, except `keep`.
         """
         layout, iteration = self.context.layout, self.context.iteration
         seconds = time.monotonic() - self.started
+        provenance = self._provenance(output_fingerprint)
+        kept_as = f"{output_fingerprint[:16]}-{fingerprint.of_json(provenance)[:16]}.json"
+        write_json(layout.kept_provenance(self.stage, iteration) / kept_as, provenance)
         records: dict[Path, Mapping[str, Any]] = {
             layout.metrics(self.stage, iteration): {
                 name: None if name in self._not_finite else value for name, value in self.metrics.items()
             },
             layout.timings(self.stage, iteration): {"seconds": seconds, "peak_memory_bytes": _peak(), **self.timings},
-            layout.provenance(self.stage, iteration): self._provenance(output_fingerprint),
+            layout.provenance(self.stage, iteration): provenance,
         }
         publish({**self._staged(records), **outputs})
         kept = () if keep is None else (keep, note_of(keep))

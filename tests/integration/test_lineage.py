@@ -172,6 +172,43 @@ def test_missing_provenance_breaks_the_chain(project: Project, lineage: Callable
     assert "git checkout" in problem
 
 
+def test_a_setting_changed_and_changed_back(project: Project, rloo: CommandLine) -> None:
+    """DVC restores artifacts and metrics of the earlier run and leaves the provenance of the later one."""
+    project.run("git", "add", "--all")
+    project.run("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "run")
+    for setting, other in (("learning_rate", 0.002), ("sampler_tolerance", 0.02)):  # this one leaves the output equal
+        original = project.params()
+        project.change(f"update.{setting}", other)
+        project.repro("update@0001")
+        project.write_params(original)
+        project.repro("update@0001")
+        assert project.json("provenance/update/0001.json")["settings"]["update"][setting] == other
+
+        found = rloo(project, "lineage", "0001", "--json")
+        verified = rloo(project, "verify", "0001", "--stage", "update", "--json")
+        differences = json.loads(rloo(project, "diff", "HEAD:0001", "0001", "--json").stdout)
+
+        assert found.code == 0, found.stdout
+        assert run_of(json.loads(found.stdout), "update", "0001")["settings"]["update"][setting] != other
+        assert verified.code == 0, verified.stdout
+        assert json.loads(verified.stdout)["stages"][0]["changed"] == []
+        assert all(stage["same"] for stage in differences["stages"].values())
+        assert differences["settings"] == differences["metrics"] == differences["left_out"] == []
+
+
+def test_an_earlier_output_whose_record_is_lost_is_told(project: Project, rloo: CommandLine) -> None:
+    shutil.rmtree(project.root / ".rloo" / "provenance")
+    edit_json(project.root / "provenance" / "update" / "0001.json", output="0" * 64)
+
+    told = [
+        rloo(project, *command)
+        for command in (("lineage", "0001"), ("verify", "0001", "--stage", "update"), ("diff", "0002", "0001"))
+    ]
+
+    assert [outcome.code for outcome in told] == [1, 1, 0]
+    assert all("`dvc repro -f -s update@0001`" in outcome.stdout for outcome in told)
+
+
 def test_pruned_weights_are_missing_and_not_broken(
     project: Project, lineage: Callable[..., Any], rloo: CommandLine
 ) -> None:

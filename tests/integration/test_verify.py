@@ -198,7 +198,8 @@ def test_what_was_made_from_something_else_fails_without_a_replay(project: Proje
 
     assert set(reasons) == set(OF_ITERATION)
     assert "provenance/rollouts/0001.json: no such file" in reasons["rollouts"]
-    assert "tells of another output than the one in place" in reasons["logprobs"]
+    assert "tells of another output (000000000000) than the one in place" in reasons["logprobs"]
+    assert "`dvc repro -f -s logprobs@0001`" in reasons["logprobs"]
     assert reasons["rewards"].startswith("made from another reward.py")
     assert reasons["advantages"].startswith("made from another artifacts/rewards/0001")
     assert reasons["evaluate"].startswith("made from another reward.py")
