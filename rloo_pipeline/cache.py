@@ -15,12 +15,15 @@ LOCK = "dvc.lock"
 
 
 def open_repo(root: Path) -> "Repo":
-    """The DVC project at `root`; raises UserError if there is none."""
+    """The DVC project at `root`; raises UserError if there is none, or no git repository that it asks for."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
+    from dvc.scm import SCMError
 
     try:
         return Repo(str(root))
+    except SCMError as error:
+        raise UserError(f"{error}; `git init` makes one, or `dvc config core.no_scm true` does without") from error
     except DvcException as error:
         raise UserError(f"{root.resolve()}: no DVC project ({error}); run this in the folder with dvc.yaml") from error
 

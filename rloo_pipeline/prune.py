@@ -24,7 +24,7 @@ def run(layout: Layout, rule: Rule, *, dry_run: bool) -> None:
     params = load_params(layout.params)
     repo = open_repo(layout.root)
     with exclusive(layout, "prune"), _dvc_at_rest(repo):
-        stages = [stage for stage in repo.index.stages if hasattr(stage, "name")]
+        stages = _stages(repo)
         plan = make_plan(layout, params, repo, stages, rule)
         replay = replayable(stages, [path.resolve() for path in plan.folders])
         if not dry_run:
@@ -41,6 +41,15 @@ def _dvc_at_rest(repo: "Repo") -> Iterator[None]:
             yield
     except LockError as error:
         raise UserError(f"DVC is at work in this project, so nothing is pruned: {error}") from error
+
+
+def _stages(repo: "Repo") -> "list[Stage]":
+    from dvc.exceptions import DvcException
+
+    try:
+        return [stage for stage in repo.index.stages if hasattr(stage, "name")]
+    except DvcException as error:
+        raise UserError(f"{error}; `rloo clean` mends a dvc.lock that was cut short") from error
 
 
 def remove(plan: Plan, trash: Path) -> None:

@@ -266,8 +266,14 @@ def test_command_line(four: Project, rloo: CommandLine) -> None:
     assert policies(four) == ["0000", "0001", "0002", "0003", "0004"]
     assert rloo(four, "prune", "--keep-last", "1", "--keep-every", "3").code == 0
     assert policies(four) == ["0000", "0003", "0004"]
+    (four.root / "dvc.lock").write_text("garbage: [")
+    done = rloo(four, "prune", "--keep-last", "1")
+    assert (done.code, "dvc.lock" in done.stderr, "`rloo clean` mends" in done.stderr) == (2, True, True)
     (four.root / "dvc.lock").unlink()
     done = rloo(four, "prune", "--keep-last", "1")
     assert (done.code, "run `dvc repro` first" in done.stderr) == (2, True)
+    shutil.rmtree(four.root / ".git")
+    done = rloo(four, "prune", "--keep-last", "1")
+    assert (done.code, "`git init`" in done.stderr, "core.no_scm" in done.stderr) == (2, True, True)
     shutil.rmtree(four.root / ".dvc")
     assert "no DVC project" in rloo(four, "prune", "--keep-last", "1").stderr
