@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rloo_pipeline import fingerprint
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.tracking.outdated import read_json
 
 PREFECT_VARIABLES = ("RLOO_PREFECT_FLOW_RUN_ID", "PREFECT__FLOW_RUN_ID")
+REMEDY = "remove it, then `rloo track`"
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,13 @@ class Run:
 
 
 def read_runs(layout: Layout) -> list[Run]:
-    """The runs of this project, the latest last."""
-    rows = read_json(_path(layout)).get("runs", [])
-    return [Run(**{**row, "links": [Link(**link) for link in row["links"]]}) for row in rows]
+    """The runs of this project, the latest last; raises UserError if the file is broken."""
+    path = _path(layout)
+    rows = read_json(path, REMEDY).get("runs", [])
+    try:
+        return [Run(**{**row, "links": [Link(**link) for link in row["links"]]}) for row in rows]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: not the notes that tracking makes ({error}); {REMEDY}") from error
 
 
 def write_runs(layout: Layout, runs: list[Run]) -> None:
@@ -59,7 +65,9 @@ def project_id(layout: Layout, known: str | None = None) -> str:
     path = layout.state / "project.json"
     if not path.exists():
         write_json(path, {"id": known or uuid.uuid4().hex})
-    found: str = read_json(path)["id"]
+    found = read_json(path, REMEDY).get("id")
+    if not isinstance(found, str):
+        raise UserError(f"{path}: holds no id; {REMEDY}")
     return found
 
 

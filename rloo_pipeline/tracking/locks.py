@@ -27,7 +27,7 @@ class Locks:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._path = layout.state / "locks.json"
-        self._kept = {blob: Lock(**row) for blob, row in read_json(self._path).items()}
+        self._kept = {blob: Lock(**row) for blob, row in read_json(self._path, "remove it").items()}
 
     def working(self) -> Lock | None:
         """The dvc.lock in the project's folder."""

@@ -104,12 +104,14 @@ def prompts_fingerprint(path: Path) -> str | None:
     return _prompts_fingerprint(path.resolve(), path.stat().st_mtime_ns) if path.exists() else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file, empty if there is none; raises UserError if it is broken."""
+def read_json(path: Path, remedy: str = "run the stage that makes it again") -> dict[str, Any]:
+    """A JSON object from a file, empty if there is none; raises UserError with the remedy if it is broken."""
     if not path.exists():
         return {}
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); run the stage that makes it again") from error
+        raise UserError(f"{path}: not readable as JSON ({error}); {remedy}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object; {remedy}")
     return values

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import re
 import sqlite3
+import textwrap
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,11 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the address may hold a password
 }
+# What the client says of a server that it cannot talk to.
+UNANSWERED = re.compile(r"Max retries exceeded|failed with (?:timeout )?exception")
+CAUSE = re.compile(
+    r"Connection refused|timed out|Failed to resolve '[^']*'|too many \d+ error responses", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,12 @@ def told(layout: Layout) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, without the passwords that its addresses may hold."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return hide_in_url(lines[0])[:300]
+    """An error in one line, without the passwords that its addresses may hold."""
+    text = str(error).strip() or type(error).__name__
+    if UNANSWERED.search(text):
+        cause = CAUSE.search(text)
+        return f"does not answer ({cause[0]})" if cause else "does not answer"
+    return textwrap.shorten(hide_in_url(text.splitlines()[0]), 300, placeholder=" ...")
 
 
 def address(layout: Layout) -> str:
@@ -114,6 +124,9 @@ def _name() -> str:
 def _experiment(client: "MlflowClient", database: Path | None) -> str:
     """The id of the experiment; that of a database has its artifacts beside the database."""
     experiment = client.get_experiment_by_name(_name())
+    if experiment is not None and experiment.lifecycle_stage == "deleted":
+        restore = f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`"
+        raise UserError(f"the experiment {_name()} was deleted: {restore}, or name another in MLFLOW_EXPERIMENT_NAME")
     if experiment is not None:
         return str(experiment.experiment_id)
     location = None if database is None else str(database.parent / ARTIFACTS)

@@ -327,12 +327,12 @@ def test_a_stage_tracks_at_its_end_and_outlives_a_server_that_is_down(
     outcome = rloo(copy, "evaluate", "0002")
     assert outcome.code == 0
     (line,) = [line for line in outcome.stderr.splitlines() if line.startswith("mlflow: ")]
-    assert line.startswith("mlflow: http://127.0.0.1:9 took nothing (")
-    assert line.endswith("`rloo track` makes up for it")
+    down = "does not answer (Connection refused)"
+    assert line == f"mlflow: http://127.0.0.1:9 took nothing ({down}); `rloo track` makes up for it"
     assert copy.json("timings/evaluate/0002.json")["system"]["process_memory_megabytes_max"] > 0
     outcome = rloo(copy, "track")
     assert outcome.code == 2
-    assert outcome.stderr.startswith("error: mlflow at http://127.0.0.1:9: ")
+    assert outcome.stderr == f"error: mlflow at http://127.0.0.1:9: {down}; see MLFLOW_TRACKING_URI\n"
     assert "s3cret" not in line + outcome.stderr
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert rloo(copy, "evaluate", "0002").code == 0
@@ -346,6 +346,24 @@ def test_a_database_that_is_none_is_told(copy: Project, rloo: CommandLine) -> No
     outcome = rloo(copy, "track")
     assert outcome.code == 2
     assert outcome.stderr == "error: mlflow at sqlite:///mlflow.db: file is not a database; see MLFLOW_TRACKING_URI\n"
+
+
+def test_a_deleted_experiment_is_told(copy: Project, rloo: CommandLine) -> None:
+    number = client(copy).get_experiment_by_name("rloo").experiment_id
+    client(copy).delete_experiment(number)
+    outcome = rloo(copy, "track")
+    assert outcome.code == 2
+    restore = f"`mlflow experiments restore --experiment-id {number}`"
+    assert f"the experiment rloo was deleted: {restore}, or name another in MLFLOW_EXPERIMENT_NAME" in outcome.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"runs": [{}]}', '{"runs": [1]}'])
+def test_broken_notes_are_told_with_the_remedy(copy: Project, rloo: CommandLine, text: str) -> None:
+    (copy.root / ".rloo/runs.json").write_text(text)
+    outcome = rloo(copy, "track")
+    assert outcome.code == 2
+    assert ".rloo/runs.json: not " in outcome.stderr
+    assert outcome.stderr.endswith("remove it, then `rloo track`\n")
 
 
 def test_light_stages_do_not_track(copy: Project, rloo: CommandLine) -> None:
