@@ -1,5 +1,6 @@
 """What lies at a path, read and hashed once."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from rloo_pipeline.shards import read_shard, read_table
 
 @dataclass(frozen=True)
 class Content:
-    """status: missing if there is nothing, broken if it is not what its manifest says. counts: rows and the like."""
+    """status: missing if there is nothing, broken if it is not what its manifest says. counts: rows, step, ..."""
 
     status: Literal["ok", "missing", "broken"]
     fingerprint: str | None = None
@@ -53,7 +54,7 @@ def _artifact(path: Path) -> Content:
             table, content = read_table(path)
             return Content("ok", content, counts={"rows": table.num_rows})
         if "parts" in read_manifest(path):
-            return Content("ok", checked_fingerprint(path))
+            return Content("ok", checked_fingerprint(path), counts=_step(path / "state.json"))
         return _shards(path)
     except UserError as error:
         return Content("broken", problem=str(error))
@@ -66,6 +67,11 @@ def _shards(directory: Path) -> Content:
         counts.update(_counts(read_shard(directory, manifest, index)))
     # Each shard is what its entry says, and the manifest's fingerprint is that of its entries and facts.
     return Content("ok", manifest["fingerprint"], counts=dict(counts))
+
+
+def _step(state: Path) -> dict[str, int]:
+    """The optimizer's step from a trainer state whose files have been checked; nothing of a model."""
+    return {"step": int(json.loads(state.read_text(encoding="utf-8"))["step"])} if state.exists() else {}
 
 
 def _counts(table: pa.Table) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """The chain from an iteration's updated weights back to the user's files, every link checked against content."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +131,9 @@ def _check_outputs(layout: Layout, node: Node, contents: Contents, claims: Claim
         content = contents.artifact(path)
         node.outputs.append(Item(name, path, content.status, None, content.fingerprint))
         node.counts |= {
-            (f"{name}_{key}" if node.stage == "prepare" else key): count for key, count in content.counts.items()
+            (f"{name}_{key}" if node.stage == "prepare" else key): count
+            for key, count in content.counts.items()
+            if (node.stage, key) != ("prepare", "step")
         }
         if content.problem is not None:
             node.problems.append(content.problem)
@@ -144,21 +145,13 @@ def _check_outputs(layout: Layout, node: Node, contents: Contents, claims: Claim
             told = " and ".join(f"{', '.join(who)} ({which[:12]})" for which, who in recorded.items())
             node.problems.append(f"{path} is not there, and its fingerprint is recorded differently: {told}")
     if node.stage == "update":
-        node.counts |= _of_metrics(layout.metrics("update", node.iteration))
+        rows = contents.artifact(layout.advantages(node.iteration)).counts
+        node.counts = {name: count for name, count in rows.items() if name == "trained"} | node.counts
     whole = node.provenance["output"]
     if whole is None or len(known) < len(node.outputs):
         return
     if (found := output_fingerprint(node.stage, known)) != whole:
         node.problems.append(tells_of_another(layout, node.stage, node.iteration, whole, found))
-
-
-def _of_metrics(path: Path) -> dict[str, int]:
-    try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    names = {"trained": "completions", "tokens": "completion_tokens", "step": "step"}
-    return {ours: int(metrics[theirs]) for ours, theirs in names.items() if theirs in metrics}
 
 
 def _check_inputs(layout: Layout, params: Params, node: Node, contents: Contents, claims: Claims) -> None:

@@ -17,12 +17,12 @@ NOT_HERE = "pruned or not checked out"
 
 
 def lineage(layout: Layout, params: Params, iteration: str, *, json_output: bool) -> bool:
-    """Trace, check and print; returns whether no link is broken."""
+    """Trace, check and print; returns whether no link is broken and all that no prune removes was there to check."""
     nodes = trace(layout, params, iteration)
     problems = list(dict.fromkeys(problem for node in nodes for problem in node.problems))
     if json_output:
         print(json.dumps(as_json(iteration, nodes, problems), indent=2))
-        return not problems
+        return intact(nodes)
     from rich.console import Console
 
     Console().print(_tree(iteration, nodes))
@@ -31,9 +31,37 @@ def lineage(layout: Layout, params: Params, iteration: str, *, json_output: bool
     missing = {str(item.path) for node in nodes for item in (*node.outputs, *node.inputs) if item.status == "missing"}
     if missing:
         print(f"not here, so known from records alone: {printable(', '.join(sorted(missing)))}")
-    count = sum(len(node.inputs) + len(node.outputs) for node in nodes)
-    print(f"{len(problems)} broken" if problems else f"intact: {len(nodes)} runs of stages, {count} links")
-    return not problems
+    print(_verdict(nodes, problems))
+    return intact(nodes)
+
+
+def intact(nodes: Sequence[Node]) -> bool:
+    """Whether no link is broken, some were checked, and nothing is missing but weights, which prune removes."""
+    return not any(node.problems for node in nodes) and _links(nodes)[0] > 0 and not _missing_rows(nodes)
+
+
+def _links(nodes: Sequence[Node]) -> tuple[int, int]:
+    """How many links were checked by content, and how many are known from records alone."""
+    items = [item for node in nodes for item in (*node.inputs, *node.outputs)]
+    missing = sum(item.status == "missing" for item in items)
+    return len(items) - missing, missing
+
+
+def _missing_rows(nodes: Sequence[Node]) -> list[str]:
+    """The artifacts that are not here and that no prune removes."""
+    weights = ("policy", "reference", "trainer_state")
+    items = (item for node in nodes for item in (*node.inputs, *node.outputs))
+    return sorted({item.path.as_posix() for item in items if item.status == "missing" and item.name not in weights})
+
+
+def _verdict(nodes: Sequence[Node], problems: Sequence[str]) -> str:
+    checked, alone = _links(nodes)
+    counts = f"{len(nodes)} runs of stages, {checked} links checked, {alone} known from records alone"
+    if problems:
+        return f"{counts}; {len(problems)} broken"
+    if checked and not _missing_rows(nodes):
+        return f"intact: {counts}"
+    return f"not checked: {counts}; bring what is missing here with `dvc checkout`, in a fresh clone with `dvc pull`"
 
 
 def as_json(iteration: str, nodes: Sequence[Node], problems: Sequence[str]) -> dict[str, Any]:
@@ -55,7 +83,14 @@ def as_json(iteration: str, nodes: Sequence[Node], problems: Sequence[str]) -> d
         }
         for node in nodes
     ]
-    return {"iteration": iteration, "intact": not problems, "problems": list(problems), "stages": runs}
+    checked, alone = _links(nodes)
+    return {
+        "iteration": iteration,
+        "intact": intact(nodes),
+        "links": {"checked": checked, "recorded": alone},
+        "problems": list(problems),
+        "stages": runs,
+    }
 
 
 def _item(item: Item) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rloo_pipeline.audit.compare import Change, compare_values
-from rloo_pipeline.config import Params, RewardConfig
+from rloo_pipeline.config import ExecutionConfig, Params, RewardConfig
 from rloo_pipeline.errors import UserError
 
 CONDITIONS = ("algorithm_version", "device", "engine", "execution", "versions")
@@ -28,7 +28,8 @@ def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapp
             for name, split in (("rollouts", "train"), ("evaluate", "eval")):
                 update = {"max_tokens": settings["max_tokens"][split]}
                 new[name] = getattr(params, name).model_copy(update=update)
-    except (ValidationError, KeyError) as error:
+        execution = ExecutionConfig.model_validate(params.execution.model_dump() | _batch_shapes(provenance))
+    except (ValidationError, KeyError, TypeError) as error:
         raise UserError(
             f"{stage} {iteration}: its recorded settings are not those of this version of the package: {error}; "
             "install the version that made it"
@@ -36,7 +37,6 @@ def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapp
     if stage == "evaluate" and iteration in params.iterations:
         item = params.iterations[iteration].model_copy(update={"evaluate": not settings.get("skipped", False)})
         new["iterations"] = params.iterations | {iteration: item}
-    execution = params.execution.model_copy(update=_batch_shapes(provenance))
     return params.model_copy(update={"seed": provenance["seed"], "execution": execution} | new)
 
 

@@ -50,6 +50,8 @@ def open_side(spec: str, layout: Layout) -> Iterator[Side]:
         yield Side(spec, iteration, layout, load_params(layout.params))
         return
     commit = git(layout.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    if commit is None and git(layout.root, "rev-parse", "--git-dir") is None:
+        raise UserError(f"{spec}: {layout.root.resolve()} is in no git repository; a revision needs one (`git init`)")
     if commit is None:
         raise UserError(f"{spec}: git knows no revision {revision!r}; write it as in HEAD~1:{iteration}")
     commit = commit.strip()

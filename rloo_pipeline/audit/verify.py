@@ -33,6 +33,8 @@ from rloo_pipeline.shards import read_shards, read_table
 from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import algorithm_version, library_versions
 
+NOT_HERE = "pruned, or `dvc checkout` restores it (`dvc pull` in a fresh clone)"
+
 
 class Unchecked(Exception):
     """Something that a replay needs is not there; the message says what."""
@@ -127,7 +129,7 @@ def _recorded(layout: Layout, params: Params, stage: str, iteration: str) -> dic
     if provenance is None and missing:
         raise Unchecked(f"{missing[0]} is not there yet; run `dvc repro`")
     if missing:
-        raise Unchecked(f"{missing[0]} is not there: pruned, or `dvc checkout` restores it")
+        raise Unchecked(f"{missing[0]} is not there: {NOT_HERE}")
     path = layout.provenance(stage, iteration)
     if provenance is None:
         raise UserError(f"{path}: no such file, so what made {stage} {iteration} is not known; restore it from git")
@@ -151,7 +153,7 @@ def _check_inputs(
     }
     for path in _needed(layout, stage, iteration, chain, provenance):
         if not exists(path):
-            raise Unchecked(f"its input {path} is not there: pruned, or `dvc checkout` restores it")
+            raise Unchecked(f"its input {path} is not there: {NOT_HERE}")
     for role, made_from in recorded.items():
         path = input_path(layout, stage, iteration, chain, role)
         now = in_place.get(role) if role.startswith(SOURCE) else stored_fingerprint(path)

@@ -1,6 +1,7 @@
 """`rloo diff`: two iterations, and one iteration of two git revisions."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,21 @@ def test_sides_that_are_not_there(changed: Project, rloo: CommandLine, a: str, m
     done = rloo(changed, "diff", a, "0001")
     assert done.code == 2
     assert message in done.stderr
+
+
+def test_a_folder_without_a_project_and_one_without_git(
+    finished_project: Project, tmp_path: Path, rloo: CommandLine
+) -> None:
+    (tmp_path / "empty").mkdir()
+    project = finished_project.copy(tmp_path / "project")
+    shutil.rmtree(project.root / ".git")
+
+    elsewhere = rloo(Project(tmp_path / "empty"), "diff", "0001", "0002")
+    without = rloo(project, "diff", "HEAD:0001", "0001")
+
+    assert (elsewhere.code, without.code) == (2, 2)
+    assert "params.yaml" in elsewhere.stderr
+    assert "is in no git repository" in without.stderr
 
 
 def test_a_revision_before_the_run(changed: Project, tmp_path: Path, rloo: CommandLine) -> None:

@@ -70,8 +70,15 @@ def test_counts_are_those_of_the_rows(project: Project, lineage: Callable[..., A
     tokens = pc.sum(pc.list_value_length(sampled["completion_token_ids"])).as_py()
     assert run_of(found, "rollouts", "0001")["counts"] == {"rows": 16, "tokens": tokens}
     assert run_of(found, "advantages", "0001")["counts"] == {"rows": 16, "trained": 16}
-    assert run_of(found, "update", "0001")["counts"] == {"trained": 16, "tokens": tokens, "step": 1}
+    assert run_of(found, "update", "0001")["counts"] == {"trained": 16, "step": 1}
     assert run_of(found, "prepare", "0000")["counts"] == {"train_rows": 8, "eval_rows": 4}
+
+
+@pytest.mark.parametrize("step", [99, None])
+def test_counts_are_not_those_of_unchecked_metrics(project: Project, lineage: Callable[..., Any], step: Any) -> None:
+    edit_json(project.root / "metrics" / "update" / "0002.json", step=step, completions=7)
+
+    assert run_of(lineage(0), "update", "0002")["counts"] == {"trained": 16, "step": 2}
 
 
 def test_prepare_is_traced_to_the_users_files(lineage: Callable[..., Any]) -> None:
@@ -221,6 +228,24 @@ def test_pruned_weights_are_missing_and_not_broken(
     told = rloo(project, "lineage", "0002").stdout
     assert "pruned or not checked out" in told
     assert "known from records alone: artifacts/policy/0001/model, artifacts/policy/0001/trainer_state" in told
+
+
+@pytest.mark.parametrize("removed", ["artifacts", "artifacts/rollouts/0001", "artifacts/prompts"])
+def test_rows_that_are_not_here_are_no_proof(project: Project, rloo: CommandLine, removed: str) -> None:
+    shutil.rmtree(project.root / removed)
+
+    plain, as_json = (rloo(project, "lineage", "0002", *options) for options in ((), ("--json",)))
+
+    assert (plain.code, as_json.code) == (1, 1)
+    assert "intact" not in plain.stdout
+    assert plain.stdout.splitlines()[-1].startswith("not checked: 11 runs of stages, ")
+    assert "`dvc pull`" in plain.stdout
+    found = json.loads(as_json.stdout)
+    assert (found["intact"], found["problems"]) == (False, [])
+    items = [item for run in found["stages"] for item in (*run["inputs"], *run["outputs"])]
+    recorded = sum(item["status"] == "missing" for item in items)
+    assert found["links"] == {"checked": len(items) - recorded, "recorded": recorded}
+    assert recorded > 0
 
 
 def test_records_that_disagree_on_pruned_weights_are_broken(project: Project, lineage: Callable[..., Any]) -> None:

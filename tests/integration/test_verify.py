@@ -184,6 +184,8 @@ def test_what_is_pruned_cannot_be_checked_and_fails_nothing_else(project: Projec
     assert (first["status"], second["status"]) == ("identical", "unchecked")
     assert second["reason"].startswith("its input artifacts/policy/0001/trainer_state is not there: pruned")
     assert alone["status"] == "unchecked"
+    assert "`dvc pull` in a fresh clone" in alone["reason"]
+    assert "`dvc pull` in a fresh clone" in second["reason"]
     assert alone["reason"].startswith("artifacts/policy/0001/trainer_state is not there: pruned")
 
 
@@ -193,6 +195,7 @@ def test_what_was_made_from_something_else_fails_without_a_replay(project: Proje
     (project.root / "reward.py").write_text("def score(completions, **kwargs):\n    return [0.0] * len(completions)\n")
     (project.root / "provenance" / "rollouts" / "0001.json").unlink()
     edit_json(project.root / "provenance" / "logprobs" / "0001.json", output="0" * 64)
+    shutil.rmtree(project.root / ".rloo" / "provenance" / "logprobs")
 
     reasons = {run["stage"]: run["reason"] for run in verify(1, "0001") if run["status"] == "failed"}
 
@@ -204,6 +207,43 @@ def test_what_was_made_from_something_else_fails_without_a_replay(project: Proje
     assert reasons["advantages"].startswith("made from another artifacts/rewards/0001")
     assert reasons["evaluate"].startswith("made from another reward.py")
     assert reasons["update"].startswith("advantages 0001 were made from other rewards")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"inputs": None}, "inputs: "),
+        ({"inputs": {"rewards": 5}}, "inputs.rewards: "),
+        ({"inputs": {"foo": "0" * 64}}, "no stage has an input 'foo'"),
+        ({"seed": None}, "seed: "),
+        ({"settings": None}, "settings: "),
+        ({"settings": {"advantages": None}}, "recorded settings are not those"),
+        ({"versions": None}, "versions: "),
+        ({"output": 7}, "output: "),
+        ({"execution": {"logprobs_batch_tokens": "many"}}, "recorded settings are not those"),
+        ({"iteration": "0002"}, "is of advantages 0002"),
+    ],
+)
+def test_a_damaged_record_fails_its_own_stage(
+    project: Project, verify: Verify, rloo: CommandLine, damage: dict[str, Any], message: str
+) -> None:
+    (project.root / "artifacts" / "advantages" / "0002" / "manifest.json").unlink()  # not to be replayed here
+    edit_json(project.root / "provenance" / "advantages" / "0001.json", **damage)
+
+    first, second = verify(1, "--stage", "advantages")
+    traced = rloo(project, "lineage", "0001")
+
+    assert (first["status"], second["status"]) == ("failed", "unchecked")
+    assert message in first["reason"]
+    assert traced.code == 1 or "recorded settings" in message
+
+
+def test_a_record_that_is_no_object_is_told(project: Project, verify: Verify) -> None:
+    (project.root / "provenance" / "advantages" / "0001.json").write_text("[]")
+
+    (found,) = verify(1, "0001", "--stage", "advantages")
+
+    assert "not the provenance of a stage" in found["reason"]
 
 
 def test_a_replay_that_is_killed_is_told_and_the_next_one_runs(project: Project, verify: Verify) -> None:
