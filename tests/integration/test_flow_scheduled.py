@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import artifacts, node
+from flows import artifacts, chain, node, training
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.tracking.book import Run, write_runs
 from tests.browser import page_text
@@ -27,7 +28,7 @@ LIMIT = node.limits()[0]
 LOST = f"rloo-gpu-{socket.gethostname()}-9"
 SLOT_HOLDER = """
 import time
-from flows import artifacts, node
+from flows import artifacts, chain, node, training
 with node.slot():
     print("held", flush=True)
     time.sleep(3600)
@@ -67,15 +68,47 @@ def cancelled(story: Story) -> None:
     story.runs["cancelled"], story.ends["cancelled"] = run, scheduler.ends(run)
 
 
+def cancelled_again(story: Story) -> None:
+    """Press Retry on the cancelled run, and Cancel again: a worker acts on the first cancel of a run alone."""
+    scheduler, run = story.scheduler, story.runs["cancelled"]
+    scheduler.retry(run)
+    processes = hold_still(story.project, "rollouts 0001")
+    scheduler.cancel(run)
+    story.survivors["second cancel"] = psutil.wait_procs(processes, timeout=10)[1]
+    story.ends["cancelled again"] = scheduler.ends(run)
+
+
+def cancelled_while_waiting(story: Story) -> None:
+    """Cancel a run that waits for the slot."""
+    scheduler = story.scheduler
+    scheduler.post("/v2/concurrency_limits/increment", names=[LIMIT], slots=1, mode="concurrency")
+    run = scheduler.run("train")
+    wait_for("it waits", lambda: f"waits for its turn: {LIMIT}" in scheduler.logs(run))
+    scheduler.cancel(run)
+    story.runs["waiting"], story.ends["waiting"] = run, scheduler.ends(run)
+    scheduler.post("/v2/concurrency_limits/decrement", names=[LIMIT], slots=1)
+
+
 def worker_killed(story: Story) -> None:
-    """Resume; kill -9 the worker in the middle of the second update."""
-    run = story.scheduler.run("train")
+    """Resume, with a target; kill -9 the worker in the middle of the second update."""
+    run = story.scheduler.run("train", target="store")
     processes = hold_still(story.project, "update 0002")
     story.scheduler.worker.kill()
     story.survivors["worker"] = psutil.wait_procs(processes, timeout=10)[1]
     story.runs["resumed"], story.ends["worker killed"] = run, story.scheduler.ends(run)
     wait_for("the slot is free", lambda: story.scheduler.slots(LIMIT) == 0, seconds=120)
     story.scheduler.start_worker()
+
+
+def flow_killed(story: Story) -> None:
+    """Press Retry on the crashed run; kill -9 the flow's process in the middle of a stage without a slot."""
+    run = story.runs["resumed"]
+    story.scheduler.retry(run)
+    processes = hold_still(story.project, "advantages 0003")
+    flow = next(one for one in processes[0].parents() if "prefect" in " ".join(one.cmdline()))
+    flow.kill()
+    story.survivors["flow"] = psutil.wait_procs(processes, timeout=10)[1]
+    wait_for("the run is crashed", lambda: story.scheduler.state(run) == "Crashed")
 
 
 def retried(story: Story) -> None:
@@ -98,6 +131,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, finished_project: Project) -
     shutil.copyfile(REPOSITORY / "prefect.yaml", project.root / "prefect.yaml")
     # As a run that was tracked on a server is noted; nothing asks that server here.
     write_runs(Layout(project.root), [Run("http://mlflow.example", "7", "abc")])
+    project.run("dvc", "remote", "add", "store", str(folder / "store"))
     scheduler = Scheduler(folder / "scheduler", MLFLOW_TRACKING_URI="http://mlflow.example")
     try:
         scheduler.prefect("deploy", "--all", cwd=project.root)
@@ -113,7 +147,10 @@ def story(tmp_path_factory: pytest.TempPathFactory, finished_project: Project) -
             told = Story(scheduler, project, project)
             told.seen["slots of the lost"] = scheduler.slots(LOST)
             cancelled(told)
+            cancelled_again(told)
+            cancelled_while_waiting(told)
             worker_killed(told)
+            flow_killed(told)
             retried(told)
             told.by_hand = by_hand.result()
         yield told
@@ -136,6 +173,54 @@ def test_a_starting_server_is_waited_for(story: Story) -> None:
 def test_cancel_leaves_no_process(story: Story) -> None:
     assert story.survivors["cancel"] == []
     assert story.ends["cancelled"] == "Cancelled"
+
+
+def test_a_cancel_after_a_retry_leaves_no_process(story: Story) -> None:
+    assert story.survivors["second cancel"] == []
+    assert story.ends["cancelled again"] == "Cancelled"
+
+
+def test_a_run_that_waits_is_cancelled(story: Story) -> None:
+    """The process ends by itself: after a kill -9 its task would still count as running."""
+    assert story.ends["waiting"] == "Cancelled"
+    assert "Running" not in {task["state_name"] for task in story.scheduler.tasks(story.runs["waiting"])}
+    assert "failed to process item" not in (story.scheduler.folder / "worker.log").read_text()
+
+
+def test_killed_flow_leaves_no_process_and_no_running_subflow(story: Story) -> None:
+    assert story.survivors["flow"] == []
+    states = {story.scheduler.state(run) for run in story.scheduler.family(story.runs["resumed"])}
+    assert states == {"Completed", "Crashed"}
+
+
+def test_the_target_gets_the_artifacts(story: Story) -> None:
+    assert story.project.run("dvc", "status", "--remote", "store", "--json").stdout.strip() == "{}"
+
+
+@pytest.fixture
+def spoken_to(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
+    """The story's server is the one that flows of this process speak to."""
+    monkeypatch.setenv(training.RUN_ID, "")
+    with temporary_settings({PREFECT_API_URL: f"{story.scheduler.ui}/api"}):
+        yield story
+
+
+def test_a_user_error_is_not_tried_again(spoken_to: Story) -> None:
+    state: Any = training.training(project=str(spoken_to.project.root), target="nowhere", return_state=True)
+    assert state.is_failed()
+    (task,) = spoken_to.scheduler.tasks(str(state.state_details.flow_run_id))
+    assert (task["name"], task["state_name"], task["run_count"]) == ("params", "Failed", 1)
+    assert "target nowhere: no such DVC remote; there are: store" in task["state"]["message"]
+
+
+def test_an_iteration_that_cannot_be_shown_is_no_failed_run(
+    spoken_to: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "of_iteration", lambda iteration: [])
+    state: Any = training.one_iteration(str(tmp_path), "0001", False, return_state=True)
+    assert state.is_completed()
+    run = str(state.state_details.flow_run_id)
+    wait_for("the warning", lambda: "is done, but not shown" in "".join(spoken_to.scheduler.logs(run)), 60)
 
 
 def test_killed_worker_leaves_no_process(story: Story) -> None:
