@@ -1,6 +1,8 @@
 """A project tracked on a real MLflow server: read back through its client and seen in the browser."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +18,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from rloo_pipeline.layout import Layout
-from rloo_pipeline.tracking import run_url
+from rloo_pipeline.tracking import run_id, run_url
+from rloo_pipeline.tracking.find import find
 from tests.browser import page_text
 from tests.project import Project, environment
 
@@ -78,6 +81,11 @@ def test_run_on_a_server_read_back_and_seen_in_the_browser(
 ) -> None:
     outputs = [project.rloo("track", *options) for options in ((), ("--copy-models",), ())]
     layout = Layout(project.root)
+    # Without the notes in the folder the server is asked.
+    for name in (run_id(layout) or "")[:8], project.run("sha256sum", "dvc.lock").stdout[:64]:
+        shutil.move(layout.state / "runs.json", tmp_path)
+        assert find(layout, name).mlflow_run == json.loads((tmp_path / "runs.json").read_text())["runs"][-1]["run_id"]
+        shutil.move(tmp_path / "runs.json", layout.state)
     address = run_url(layout)
     assert address is not None
     assert address.startswith(f"{server}/#/experiments/")
