@@ -113,13 +113,19 @@ class Scheduler:
 
     def post(self, path: str, **body: Any) -> Any:
         """What the API answers to a POST."""
-        answer = self.api.post(path, json=body)
-        answer.raise_for_status()
-        return answer.json()
+        return self._answer("POST", path, json=body)
 
     def get(self, path: str) -> Any:
         """What the API answers to a GET."""
-        answer = self.api.get(path)
+        return self._answer("GET", path)
+
+    def _answer(self, method: str, path: str, **body: Any) -> Any:
+        """As Prefect's own client does, ask again while the server's database is locked (503)."""
+        for _ in range(20):
+            answer = self.api.request(method, path, **body)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(1)
         answer.raise_for_status()
         return answer.json()
 

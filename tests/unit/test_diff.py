@@ -15,26 +15,28 @@ from rloo_pipeline.files import write_json
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.schema import KEY_NAMES
 from rloo_pipeline.shards import write_shards, write_shards_manifest
+from tests.rewriting import edit_json
 
 STAGES = ("rollouts", "logprobs", "rewards", "advantages", "update", "evaluate")
 HOSTILE = "[bold red]x[/bold red]\x1b[31m\u202e"
 
 
 def provenance(output: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"stage": "-", "iteration": "-", "inputs": {"policy": output}, "output": output, "settings": settings,
-            "seed": 1, "versions": {"torch": "2"}, **more}  # fmt: skip
+    return {"algorithm_version": 1, "device": "cpu", "inputs": {"policy": output}, "output": output,
+            "settings": settings, "seed": 1, "versions": {"torch": "2"}, **more}  # fmt: skip
 
 
 class Written:
     """An iteration's files, as much of them as a comparison reads."""
 
     def __init__(self, root: Path, iteration: str) -> None:
-        self.side = Side(f"{root.name}:{iteration}", iteration, Layout(root))
+        self.side = Side(f"{root.name}:{iteration}", iteration, Layout(root), None)
         for stage in STAGES:
             self.record(stage, provenance(f"{stage} 1", {stage: {"rate": 0.1}}))
 
     def record(self, stage: str, value: dict[str, Any], metrics: dict[str, Any] | None = None) -> None:
-        write_json(self.side.layout.provenance(stage, self.side.iteration), value)
+        of = {"stage": stage, "iteration": self.side.iteration}
+        write_json(self.side.layout.provenance(stage, self.side.iteration), {**value, **of})
         write_json(self.side.layout.metrics(stage, self.side.iteration), metrics or {})
 
     def rows(self, stage: str, rows: list[tuple[Any, ...]], *columns: pa.Field) -> None:
@@ -44,7 +46,10 @@ class Written:
         full = [(int(self.side.iteration), *row) for row in rows]
         table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in full], schema)
         entries = write_shards(self.side.rows(stage), 1, lambda _: table, schema)
-        write_shards_manifest(self.side.rows(stage), entries, {})
+        edit_json(
+            self.side.layout.provenance(stage, self.side.iteration),
+            output=write_shards_manifest(self.side.rows(stage), entries, {}),
+        )
 
     def rollouts(self, rows: list[tuple[str, int, str, list[int], str]]) -> None:
         text, ids = pa.field("prompt_text", pa.string()), pa.field("completion_token_ids", pa.list_(pa.int32()))
@@ -139,7 +144,7 @@ def test_what_is_not_there_is_said(pair: tuple[Written, Written]) -> None:
         f"{stage} of {name}: not there" for stage in ("rewards", "advantages") for name in ("a:0001", "b:0002")
     }
     with pytest.raises(UserError, match="no provenance of iteration 0009"):
-        compare(a.side, Side("0009", "0009", b.side.layout), 5)
+        compare(a.side, Side("0009", "0009", b.side.layout, None), 5)
 
 
 def test_text_of_models_and_data_is_escaped(
