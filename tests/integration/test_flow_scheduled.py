@@ -290,10 +290,11 @@ def test_artifacts(story: Story) -> None:
 def test_the_ui_shows_run_and_metric(story: Story) -> None:
     run = story.runs["resumed"]
     name = story.scheduler.get(f"/flow_runs/{run}")["name"]
-    page_text(f"{story.scheduler.ui}/runs/flow-run/{run}", name, "Completed", "iteration 0003")
+    page = page_text(f"{story.scheduler.ui}/runs/flow-run/{run}", name, "Completed", "iteration 0003")
+    assert name.casefold() in page.casefold()
     artifact = story.scheduler.artifacts(run)["iteration-0003"]
     reward = f"{mean_reward(story.project, '0003'):.4f}".rstrip("0")
-    page_text(f"{story.scheduler.ui}/artifacts/artifact/{artifact['id']}", "train reward", reward)
+    assert reward in page_text(f"{story.scheduler.ui}/artifacts/artifact/{artifact['id']}", "train reward", reward)
 
 
 def test_the_ui_shows_any_text_as_it_is(story: Story) -> None:
