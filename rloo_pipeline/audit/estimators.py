@@ -23,6 +23,7 @@ from rloo_pipeline.policy.batches import collate, rows_of
 from rloo_pipeline.policy.handle import Policy, open_policy
 from rloo_pipeline.policy.load import load_model
 from rloo_pipeline.policy.logprobs import check_head, score_batch
+from rloo_pipeline.policy.trainer_state import checked_state
 from rloo_pipeline.progress import progress, say
 from rloo_pipeline.seeds import derive
 from rloo_pipeline.shards import read_shards
@@ -70,6 +71,7 @@ def run(context: Context, config: AdvantagesConfig, earlier: Sequence[str]) -> N
     policy = open_policy(layout.model(previous))
     check_on_policy(rollouts["facts"]["policy_fingerprint"], policy.fingerprint, iteration, previous)
     scored_fingerprints(layout, iteration, rollouts["fingerprint"])
+    checked_state(layout.trainer_state(previous), policy.fingerprint)
     state = replace(State.read(layout.trainer_state(previous), config), past=past_rewards(layout, earlier))
     stored = Scored(*scored(layout, iteration), rollouts["facts"], state)
     check_groups(stored, iteration)

@@ -268,6 +268,17 @@ def test_rollouts_of_another_policy_are_refused(lab):
         estimators.run(replace(context, link=link), CONFIG, [])
 
 
+def test_an_edited_trainer_state_is_refused(lab):
+    path = lab.layout.trainer_state("0001") / "state.json"
+    written = path.read_text()
+    path.write_text(written.replace("{", '{"added": 1,', 1))
+    try:
+        with pytest.raises(UserError, match=r"state\.json changed after the manifest was written"):
+            estimators.run(make_context(parse_params(PARAMS), lab.layout, "0002"), CONFIG, [])
+    finally:
+        path.write_text(written)
+
+
 def test_one_prompt_or_one_completion_is_refused(lab):
     with pytest.raises(UserError, match="4 prompts with 1 completions each"):
         estimators.check_groups(stored(lab, completions_per_prompt=1), "0002")
