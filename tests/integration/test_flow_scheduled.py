@@ -290,8 +290,7 @@ def test_artifacts(story: Story) -> None:
 def test_the_ui_shows_run_and_metric(story: Story) -> None:
     run = story.runs["resumed"]
     name = story.scheduler.get(f"/flow_runs/{run}")["name"]
-    page = page_text(f"{story.scheduler.ui}/runs/flow-run/{run}", name, "Completed", "iteration 0003")
-    assert name.casefold() in page.casefold()
+    page_text(f"{story.scheduler.ui}/runs/flow-run/{run}", name, "Completed", "iteration 0003")
     artifact = story.scheduler.artifacts(run)["iteration-0003"]
     reward = f"{mean_reward(story.project, '0003'):.4f}".rstrip("0")
     assert reward in page_text(f"{story.scheduler.ui}/artifacts/artifact/{artifact['id']}", "train reward", reward)
