@@ -4,19 +4,22 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from rloo_pipeline.data_config import PromptsConfig as PromptsConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL
 from rloo_pipeline.objective.baselines import check_completions
 from rloo_pipeline.objective_config import AdvantagesConfig as AdvantagesConfig
 from rloo_pipeline.objective_config import UpdateConfig as UpdateConfig
-from rloo_pipeline.section import Dtype, Section
+from rloo_pipeline.reward_config import KINDS
+from rloo_pipeline.reward_config import RewardConfig as RewardConfig
+from rloo_pipeline.reward_model_config import RewardModelConfig as RewardModelConfig
+from rloo_pipeline.section import Dtype, Name, Section
 
 EngineName = Literal["auto", "vllm", "transformers"]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class IterationConfig(Section):
@@ -31,7 +34,9 @@ class SourceConfig(Section):
     """A file or directory of the user's own that a stage reads."""
 
     path: Path = Field(description="File or directory, relative to the project.")
-    used_by: Literal["policy", "prompts", "rewards"] = Field(description="The params section that names it.")
+    used_by: Literal["policy", "prompts", "rewards", "reward_models"] = Field(
+        description="The params section that names it."
+    )
 
 
 class PolicyConfig(Section):
@@ -42,58 +47,6 @@ class PolicyConfig(Section):
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     trust_remote_code: bool = Field(default=False, description="Whether code that comes with the model may run.")
-
-
-class DatasetConfig(Section):
-    """Where prompts come from: exactly one of file, hub and generator."""
-
-    file: Path | None = Field(default=None, description="A .jsonl, .csv or .parquet file.")
-    hub: str | None = Field(default=None, description="Id of a dataset on the hub.")
-    name: str | None = Field(default=None, description="Configuration name of the hub dataset.")
-    split: str | None = Field(default=None, description="Split of the hub dataset.")
-    revision: str | None = Field(default=None, description="Branch, tag or commit of the hub dataset.")
-    generator: str | None = Field(
-        default=None, description="path/file.py:callable or module:callable that returns a list of rows."
-    )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the generator.")
-    fraction: float | None = Field(
-        default=None, gt=0, lt=1, description="For eval alone: share of the train rows that is held out instead."
-    )
-
-    @model_validator(mode="after")
-    def _exactly_one_origin(self) -> Self:
-        origins = {"file": self.file, "hub": self.hub, "generator": self.generator, "fraction": self.fraction}
-        given = [key for key, value in origins.items() if value is not None]
-        if len(given) != 1:
-            raise ValueError(f"name exactly one of {', '.join(origins)}; given: {', '.join(given) or 'none'}")
-        if self.hub is not None and self.split is None:
-            raise ValueError("a hub dataset needs its split, as in split: train")
-        of_hub = {"name": self.name, "split": self.split, "revision": self.revision}
-        idle = [key for key, value in of_hub.items() if value is not None and self.hub is None]
-        idle += ["kwargs"] if self.kwargs and self.generator is None else []
-        if idle:
-            raise ValueError(f"{', '.join(idle)}: without effect on {given[0]}; remove it")
-        return self
-
-
-class PromptsConfig(Section):
-    """Prompts to train on and held-out prompts to evaluate on."""
-
-    train: DatasetConfig = Field(description="Prompts to train on.")
-    eval: DatasetConfig = Field(description="Held-out prompts, never trained on.")
-    prompt_column: str = Field(default="prompt", description="Column with the prompt: a string or messages.")
-    system_prompt: str | None = Field(
-        default=None, description="System message put before every prompt (which makes it conversational)."
-    )
-    max_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="Longest prompt kept, tokens; null: what the policy's context allows."
-    )
-
-    @model_validator(mode="after")
-    def _fraction_is_for_eval(self) -> Self:
-        if self.train.fraction is not None:
-            raise ValueError("train.fraction: only eval can be a fraction, of the train rows")
-        return self
 
 
 class SamplingConfig(Section):
@@ -152,32 +105,6 @@ class LogprobsConfig(Section):
     dtype: Dtype = Field(default="float32", description="Precision of the forward pass; log-softmax is float32.")
 
 
-class RewardConfig(Section):
-    """One component of the reward: exactly one of function and model."""
-
-    name: Name = Field(description="Name of the component; its column is reward/<name>.")
-    function: str | None = Field(
-        default=None, description="path/file.py:callable or module:callable, called as TRL calls reward functions."
-    )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
-    model: str | None = Field(
-        default=None, description="Hub id or directory of a sequence classification model with one logit."
-    )
-    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
-    weight: float = Field(default=1.0, description="Weight in the sum.")
-
-    @model_validator(mode="after")
-    def _exactly_one_scorer(self) -> Self:
-        if (self.function is None) == (self.model is None):
-            raise ValueError(f"reward {self.name}: name exactly one of function and model")
-        if self.name.endswith(("_std", "_null")):
-            raise ValueError(f"reward {self.name}: metrics end with _std and _null; take another name")
-        idle = ("kwargs", self.kwargs) if self.function is None else ("revision", self.revision)
-        if idle[1]:
-            raise ValueError(f"reward {self.name}: {idle[0]} is without effect here; remove it")
-        return self
-
-
 class EvaluateConfig(SamplingConfig):
     """Held-out prompts, n samples each."""
 
@@ -204,6 +131,17 @@ class ExecutionConfig(Section):
     generation_batch_size: int = Field(default=64, ge=1, description="Rows at once in the transformers engine.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations to save memory.")
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1, description="Share of the GPU for vLLM.")
+    reward_workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes that score rows alone after a batch failed; null: all cores.",
+    )
+    service_addresses: dict[Name, str] = Field(
+        default_factory=dict, description="Name of a reward to the address that takes the place of its url."
+    )
+    service_batch_size: int = Field(default=64, ge=1, description="Completions in one request to a reward service.")
+    service_concurrency: int = Field(default=8, ge=1, description="Requests to a reward service at the same time.")
+    service_retries: int = Field(default=5, ge=0, description="Further attempts after a request to a service failed.")
     cpu_kv_cache_gib: int = Field(default=1, ge=1, description="KV cache of vLLM on a CPU, GiB.")
     tracking: bool = Field(default=True, description="Whether update and evaluate log the project to MLflow.")
 
@@ -217,6 +155,9 @@ class Params(Section):
         description="Files of the user's own that stages read: editing one reruns its users; {} if there are none."
     )
     policy: PolicyConfig
+    reward_models: dict[Name, RewardModelConfig] = Field(
+        description="Reward models to train from preference pairs, by name; {} if there are none."
+    )
     prompts: PromptsConfig
     rollouts: RolloutsConfig
     logprobs: LogprobsConfig = LogprobsConfig()
@@ -298,6 +239,8 @@ def _explain(error: ValidationError, path: Path) -> str:
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "the file as a whole"
+        if item["loc"][:1] == ("rewards",):
+            where = ".".join(str(part) for part in item["loc"] if part not in KINDS or part == item["loc"][-1])
         if item["type"] == "extra_forbidden":
             lines.append(f"{path}: {where}: there is no such key; check its spelling")
         elif item["loc"][:1] == ("iterations",) and item["type"] == "string_type":

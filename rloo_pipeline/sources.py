@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rloo_pipeline import fingerprint
-from rloo_pipeline.config import DatasetConfig, Params, RewardConfig, SourceConfig
+from rloo_pipeline.config import Params, RewardConfig, SourceConfig
+from rloo_pipeline.data_config import TableConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import Layout
+from rloo_pipeline.reward_config import FunctionReward, JudgeReward, ModelReward
 from rloo_pipeline.rewards.sources import user_file
 
 
@@ -14,26 +16,28 @@ def named_files(params: Params, root: Path) -> Iterator[tuple[str, str, Path]]:
     """(where it is named, the section that uses it, path) of every file or directory of the user's own."""
     if (root / params.policy.model).is_dir():
         yield "policy.model", "policy", Path(params.policy.model)
-    for split, dataset in (("train", params.prompts.train), ("eval", params.prompts.eval)):
-        for path in _dataset_files(dataset):
+    for split, datasets in (("train", params.prompts.train), ("eval", params.prompts.eval)):
+        for path in (path for dataset in datasets for path in _dataset_files(dataset)):
             yield f"prompts.{split}", "prompts", path
     for reward in params.rewards:
         for path in _reward_files(reward, root):
             yield f"rewards, {reward.name}", "rewards", path
 
 
-def _dataset_files(dataset: DatasetConfig) -> Iterator[Path]:
+def _dataset_files(dataset: TableConfig) -> Iterator[Path]:
     if dataset.file is not None:
         yield dataset.file
-    if dataset.generator is not None and (path := user_file(dataset.generator)):
-        yield path
+    for spec in (dataset.generator, dataset.filter):
+        if spec is not None and (path := user_file(spec)):
+            yield path
 
 
 def _reward_files(reward: RewardConfig, root: Path) -> Iterator[Path]:
-    if reward.function is not None and (path := user_file(reward.function)):
+    if isinstance(reward, FunctionReward) and (path := user_file(reward.function)):
         yield path
-    if reward.model is not None and (root / reward.model).is_dir():
-        yield Path(reward.model)
+    model = reward.model if isinstance(reward, ModelReward) else reward.judge if isinstance(reward, JudgeReward) else ""
+    if model and (root / model).is_dir():
+        yield Path(model)
 
 
 def fingerprints(sources: Mapping[str, SourceConfig], used_by: str, root: Path) -> dict[str, str]:

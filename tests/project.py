@@ -34,6 +34,7 @@ PARAMS: dict[str, Any] = {
         "reward": {"path": "reward.py", "used_by": "rewards"},
     },
     "policy": {"model": "tiny"},
+    "reward_models": {},
     "prompts": {"train": {"file": "train.jsonl"}, "eval": {"file": "eval.jsonl"}},
     "rollouts": {
         "engine": "transformers",

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from rloo_pipeline.audit.compare import Change, compare_values
 from rloo_pipeline.config import ExecutionConfig, Params, RewardConfig
 from rloo_pipeline.errors import UserError
 
+REWARDS: TypeAdapter[tuple[RewardConfig, ...]] = TypeAdapter(tuple[RewardConfig, ...])
 CONDITIONS = ("algorithm_version", "device", "engine", "execution", "versions")
 BATCH_SHAPES = ("logprobs_batch_tokens", "update_microbatch_tokens", "rewards_batch_tokens", "gradient_checkpointing")
 SECTIONS = ("rollouts", "logprobs", "advantages", "update", "evaluate")
@@ -21,7 +22,7 @@ def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapp
         sections = [name for name in SECTIONS if name in settings]
         new: dict[str, Any] = {name: type(getattr(params, name)).model_validate(settings[name]) for name in sections}
         if "rewards" in settings:
-            new["rewards"] = tuple(RewardConfig.model_validate(item) for item in settings["rewards"])
+            new["rewards"] = REWARDS.validate_python(settings["rewards"])
         if stage == "prepare":
             for name in ("policy", "prompts"):
                 new[name] = type(getattr(params, name)).model_validate(settings[name])

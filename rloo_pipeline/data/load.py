@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from rloo_pipeline.config import DatasetConfig
+from rloo_pipeline.data_config import TableConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.rewards.sources import load_callable
 
 
-def load_rows(dataset: DatasetConfig, root: Path) -> pa.Table:
+def load_rows(dataset: TableConfig, root: Path) -> pa.Table:
     """All rows and columns of the dataset, files and functions taken from `root`.
 
     Raises UserError if it is missing, broken or not a table. A fraction has no rows of its own: see `split_rows`.
@@ -28,7 +28,7 @@ def load_rows(dataset: DatasetConfig, root: Path) -> pa.Table:
     raise ValueError("a fraction is split off the train rows, not loaded")
 
 
-def source_name(dataset: DatasetConfig) -> str:
+def source_name(dataset: TableConfig) -> str:
     """How messages name the dataset."""
     return str(dataset.file or dataset.generator or f"{dataset.hub} (split {dataset.split})")
 
@@ -103,7 +103,7 @@ def _read_parquet(path: Path) -> pa.Table:
         raise UserError(f"{path}: not readable as Parquet ({error}); write or copy it anew") from error
 
 
-def _from_hub(dataset: DatasetConfig) -> pa.Table:
+def _from_hub(dataset: TableConfig) -> pa.Table:
     import datasets
 
     try:

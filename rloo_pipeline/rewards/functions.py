@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.data.prompts import is_conversational
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.progress import say
+from rloo_pipeline.reward_config import FunctionReward
 from rloo_pipeline.rewards.sources import load_callables
 from rloo_pipeline.schema import RESERVED_COLUMNS
 
@@ -31,7 +31,7 @@ class TrainerState:
 
 
 def score_functions(
-    configs: Sequence[RewardConfig], rows: pa.Table, root: Path, state: TrainerState
+    configs: Sequence[FunctionReward], rows: pa.Table, root: Path, state: TrainerState
 ) -> dict[str, npt.NDArray[np.float64]]:
     """`scores_N` of each component by name, NaN where its function returned None.
 
@@ -74,7 +74,7 @@ def dataset_columns(rows: pa.Table) -> list[str]:
     return [name for name in rows.column_names if name not in RESERVED_COLUMNS and name != "prompt"]
 
 
-def _check_kwargs(config: RewardConfig, rows: pa.Table) -> None:
+def _check_kwargs(config: FunctionReward, rows: pa.Table) -> None:
     for key in config.kwargs:
         if key in CALL_ARGUMENTS:
             raise UserError(f"reward {config.name}: kwargs: {key} is given to every reward function; use another name")
@@ -84,7 +84,7 @@ def _check_kwargs(config: RewardConfig, rows: pa.Table) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    config: RewardConfig
+    config: FunctionReward
     function: Callable[..., Any]
     rows: pa.Table
     state: TrainerState

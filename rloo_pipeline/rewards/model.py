@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.data.prompts import is_conversational
 from rloo_pipeline.data.template import Message, render_chat
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.progress import progress
+from rloo_pipeline.reward_config import ModelReward
 
 Ids = list[int]
 
 
-def score_model(config: RewardConfig, rows: pa.Table, root: Path, batch_tokens: int) -> npt.NDArray[np.float64]:
+def score_model(config: ModelReward, rows: pa.Table, root: Path, batch_tokens: int) -> npt.NDArray[np.float64]:
     """`scores_N`: the model's logit for each completion after its prompt, computed in float32.
 
     Conversations go through the reward model's own chat template. The score is that of the row alone, whatever the
@@ -55,7 +55,7 @@ def token_ids(rows: pa.Table, tokenizer: Any) -> list[Ids]:
     return cast(list[Ids], tokenizer(texts, add_special_tokens=not conversational, verbose=False)["input_ids"])
 
 
-def _load(config: RewardConfig, root: Path) -> tuple[Any, Any]:
+def _load(config: ModelReward, root: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging
@@ -95,7 +95,7 @@ def _longest(tokenizer: Any, model: Any) -> int:
     return int(min(tokenizer.model_max_length, context or tokenizer.model_max_length))
 
 
-def _check_lengths(config: RewardConfig, rows: pa.Table, lengths_N: npt.NDArray[np.int64], longest: int) -> None:
+def _check_lengths(config: ModelReward, rows: pa.Table, lengths_N: npt.NDArray[np.int64], longest: int) -> None:
     wrong = np.flatnonzero((lengths_N > longest) | (lengths_N == 0))
     if wrong.size:
         row = int(wrong[0])

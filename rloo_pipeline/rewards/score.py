@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from rloo_pipeline.config import ExecutionConfig, RewardConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.reward_config import FunctionReward, ModelReward
 from rloo_pipeline.rewards.combine import combine
 from rloo_pipeline.rewards.functions import TrainerState, score_functions
 from rloo_pipeline.schema import KEY_NAMES, rewards_schema
@@ -41,10 +42,10 @@ def score(
     `global_step` is the number of optimizer steps before the completions were sampled. Raises UserError for a
     component that cannot be loaded, fails or gives anything but a finite number or None.
     """
-    by_function = [config for config in configs if config.function is not None]
+    by_function = [config for config in configs if isinstance(config, FunctionReward)]
     scored = score_functions(by_function, rows, root, TrainerState(global_step)) if by_function else {}
     for config in configs:
-        if config.model is not None:
+        if isinstance(config, ModelReward):
             from rloo_pipeline.rewards.model import score_model
 
             scored[config.name] = score_model(config, rows, root, execution.rewards_batch_tokens)

@@ -76,11 +76,11 @@ def run(
 def load_prompts(context: Context, config: PromptsConfig) -> dict[str, pa.Table]:
     """The tables of the train and eval prompts, checked."""
     root = context.layout.root
-    train = prompt_table(load_rows(config.train, root), config, "train", source_name(config.train))
-    if config.eval.fraction is not None:
-        train, held_out = split_rows(train, config.eval.fraction, context.seed)
+    train = prompt_table(load_rows(config.train[0], root), config, "train", source_name(config.train[0]))
+    if config.eval_fraction is not None:
+        train, held_out = split_rows(train, config.eval_fraction, context.seed)
         return {"train": train, "eval": held_out}
-    held_out = prompt_table(load_rows(config.eval, root), config, "eval", source_name(config.eval))
+    held_out = prompt_table(load_rows(config.eval[0], root), config, "eval", source_name(config.eval[0]))
     return {"train": train, "eval": held_out}
 
 

@@ -9,6 +9,7 @@ from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.policy.load import pass_conditions
 from rloo_pipeline.progress import progress
+from rloo_pipeline.reward_config import ModelReward
 from rloo_pipeline.rewards.score import join_prompts, score
 from rloo_pipeline.schema import reward_column, rewards_schema
 from rloo_pipeline.shards import read_shard, read_shards, read_table, write_shards, write_shards_manifest
@@ -47,7 +48,7 @@ def run(context: Context, configs: Sequence[RewardConfig]) -> None:
 def reward_shapes(context: Context, configs: Sequence[RewardConfig]) -> dict[str, int]:
     """What shapes the passes of reward models, where there are any."""
     budget = context.execution.rewards_batch_tokens
-    return {"rewards_batch_tokens": budget} if any(config.model for config in configs) else {}
+    return {"rewards_batch_tokens": budget} if any(isinstance(config, ModelReward) for config in configs) else {}
 
 
 def reward_metrics(table: pa.Table, names: Sequence[str]) -> dict[str, float]:

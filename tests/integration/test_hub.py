@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rloo_pipeline.config import DatasetConfig
 from rloo_pipeline.data.load import load_rows
+from rloo_pipeline.data_config import DatasetConfig
 from tests.project import Project
 from tests.tiny import make_policy
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rloo_pipeline.config import DatasetConfig, PromptsConfig
 from rloo_pipeline.data.load import load_rows
 from rloo_pipeline.data.prompts import MESSAGES, prompt_table
+from rloo_pipeline.data_config import DatasetConfig, PromptsConfig
 from rloo_pipeline.errors import UserError
 
 ROOT = Path(__file__).parents[2]

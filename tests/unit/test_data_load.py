@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rloo_pipeline.config import DatasetConfig
 from rloo_pipeline.data.load import load_rows
+from rloo_pipeline.data_config import DatasetConfig
 from rloo_pipeline.errors import UserError
 
 ROWS = [

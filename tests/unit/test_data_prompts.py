@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rloo_pipeline.config import DatasetConfig, PromptsConfig
 from rloo_pipeline.data.prompts import MESSAGES, is_conversational, prompt_table, split_rows
+from rloo_pipeline.data_config import DatasetConfig, PromptsConfig
 from rloo_pipeline.errors import UserError
 
 

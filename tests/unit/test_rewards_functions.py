@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.data.prompts import MESSAGES
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.reward_config import FunctionReward
 from rloo_pipeline.rewards.functions import TrainerState, score_functions
 
 STATE = TrainerState(global_step=3)
@@ -41,7 +41,7 @@ def rows(conversational: bool = False, **columns: Any) -> pa.Table:
 def run(root: Path, code: str, table: pa.Table | None = None, **kwargs: Any) -> list[Any]:
     """Scores of `f` in `code`, with None for NaN."""
     (root / "reward.py").write_text(code)
-    config = RewardConfig(name="mine", function="reward.py:f", kwargs=kwargs)
+    config = FunctionReward(name="mine", function="reward.py:f", kwargs=kwargs)
     scores_N = score_functions([config], rows() if table is None else table, root, STATE)["mine"]
     assert scores_N.dtype == np.float64
     return [None if np.isnan(value) else value for value in scores_N]
@@ -50,7 +50,7 @@ def run(root: Path, code: str, table: pa.Table | None = None, **kwargs: Any) -> 
 def arguments(root: Path, table: pa.Table, **kwargs: Any) -> dict[str, Any]:
     (root / "reward.py").write_text("def f(seen, **kwargs):\n    seen.append(kwargs)\n    return [0] * 4\n")
     seen: list[dict[str, Any]] = []
-    config = RewardConfig.model_construct(name="mine", function="reward.py:f", kwargs={"seen": seen, **kwargs})
+    config = FunctionReward.model_construct(name="mine", function="reward.py:f", kwargs={"seen": seen, **kwargs})
     score_functions([config], table, root, STATE)
     return seen[0]
 
@@ -81,7 +81,7 @@ def test_functions_cannot_change_what_the_next_one_sees(tmp_path: Path) -> None:
         "def spoil(completions, **kwargs):\n    completions.clear()\n    return [0] * 4\n"
         "def length(completions, **kwargs):\n    return [len(c) for c in completions]\n"
     )
-    configs = [RewardConfig(name=name, function=f"reward.py:{name}") for name in ("spoil", "length")]
+    configs = [FunctionReward(name=name, function=f"reward.py:{name}") for name in ("spoil", "length")]
     assert score_functions(configs, rows(), tmp_path, STATE)["length"].tolist() == [1.0] * 4
 
 
@@ -124,7 +124,7 @@ def test_async_functions_overlap(tmp_path: Path) -> None:
         "    while len(HERE) < 2:\n"
         "        await asyncio.sleep(0.01)\n"
     )
-    configs = [RewardConfig(name=name, function=f"reward.py:{name}") for name in ("first", "second")]
+    configs = [FunctionReward(name=name, function=f"reward.py:{name}") for name in ("first", "second")]
     scores = score_functions(configs, rows(), tmp_path, STATE)
     assert [values.tolist() for values in scores.values()] == [[1.0] * 4] * 2
 

@@ -22,6 +22,7 @@ from transformers import (
 from rloo_pipeline.config import ExecutionConfig, RewardConfig
 from rloo_pipeline.data.prompts import MESSAGES
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.reward_config import FunctionReward, ModelReward
 from rloo_pipeline.rewards.model import score_model, token_ids
 from rloo_pipeline.rewards.score import score
 from tests.tiny import make_model, make_tokenizer
@@ -66,7 +67,7 @@ def rows(texts: list[str], *, conversational: bool = True) -> pa.Table:
 
 
 def config(directory: Path | str) -> RewardConfig:
-    return RewardConfig(name="judge", model=str(directory))
+    return ModelReward(name="judge", model=str(directory))
 
 
 def alone(directory: Path, ids: list[list[int]]) -> list[float]:
@@ -143,8 +144,8 @@ def test_through_score_beside_a_function(tmp_path: Path) -> None:
     make_reward_model(tmp_path / "judge")
     (tmp_path / "reward.py").write_text("def one(prompts, **kwargs):\n    return [1] * len(prompts)\n")
     configs = [
-        RewardConfig(name="judge", model="judge", weight=2.0),
-        RewardConfig(name="one", function="reward.py:one"),
+        ModelReward(name="judge", model="judge", weight=2.0),
+        FunctionReward(name="one", function="reward.py:one"),
     ]
     table = rows(TEXTS)
     scored = score(configs, table, tmp_path, ExecutionConfig(), global_step=0)

@@ -9,6 +9,7 @@ import pytest
 
 from rloo_pipeline.config import ExecutionConfig, RewardConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.reward_config import FunctionReward
 from rloo_pipeline.rewards.score import NONE_APPLIES, join_prompts, score
 from rloo_pipeline.schema import rewards_schema
 
@@ -29,7 +30,7 @@ def rollouts(ids: list[str], texts: list[str]) -> pa.Table:
 
 def configs(root: Path, code: str, **weights: float) -> list[RewardConfig]:
     (root / "reward.py").write_text(code)
-    return [RewardConfig(name=name, function=f"reward.py:{name}", weight=weight) for name, weight in weights.items()]
+    return [FunctionReward(name=name, function=f"reward.py:{name}", weight=weight) for name, weight in weights.items()]
 
 
 def test_wrong_answer() -> None:

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
-from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.data.prompts import MESSAGES
+from rloo_pipeline.reward_config import FunctionReward
 from rloo_pipeline.rewards.functions import TrainerState, arguments, score_functions
 from tests.tiny import make_model, make_tokenizer
 
@@ -79,8 +79,8 @@ def test_trls_own_rewards(tmp_path: Path) -> None:
         "overlong = get_soft_overlong_punishment(max_completion_len=2, soft_punish_cache=1)\n"
     )
     configs = [
-        RewardConfig(name="format", function="trl.rewards:think_format_reward"),
-        RewardConfig(name="length", function="reward.py:overlong"),
+        FunctionReward(name="format", function="trl.rewards:think_format_reward"),
+        FunctionReward(name="length", function="reward.py:overlong"),
     ]
     scores = score_functions(configs, as_rows(given, conversational=True), tmp_path, TrainerState(global_step=0))
     np.testing.assert_array_equal(scores["format"], [1.0, 0.0])
