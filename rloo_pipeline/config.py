@@ -14,8 +14,9 @@ from rloo_pipeline.layout import INITIAL
 from rloo_pipeline.objective.baselines import check_completions
 from rloo_pipeline.objective_config import AdvantagesConfig as AdvantagesConfig
 from rloo_pipeline.objective_config import UpdateConfig as UpdateConfig
-from rloo_pipeline.reward_config import KINDS
+from rloo_pipeline.reward_config import KINDS, Address, ServiceReward
 from rloo_pipeline.reward_config import RewardConfig as RewardConfig
+from rloo_pipeline.reward_model_config import ModelName
 from rloo_pipeline.reward_model_config import RewardModelConfig as RewardModelConfig
 from rloo_pipeline.section import Dtype, Name, Section
 
@@ -136,7 +137,7 @@ class ExecutionConfig(Section):
         ge=1,
         description="Processes that score rows alone after a batch failed; null: all cores.",
     )
-    service_addresses: dict[Name, str] = Field(
+    service_addresses: dict[Name, Address] = Field(
         default_factory=dict, description="Name of a reward to the address that takes the place of its url."
     )
     service_batch_size: int = Field(default=64, ge=1, description="Completions in one request to a reward service.")
@@ -155,7 +156,7 @@ class Params(Section):
         description="Files of the user's own that stages read: editing one reruns its users; {} if there are none."
     )
     policy: PolicyConfig
-    reward_models: dict[Name, RewardModelConfig] = Field(
+    reward_models: dict[ModelName, RewardModelConfig] = Field(
         description="Reward models to train from preference pairs, by name; {} if there are none."
     )
     prompts: PromptsConfig
@@ -189,6 +190,17 @@ class Params(Section):
             if names.count(name) > 1:
                 raise ValueError(f"two components have the name {name}: give each its own")
         return value
+
+    @model_validator(mode="after")
+    def _addresses_are_of_services(self) -> Self:
+        services = {reward.name for reward in self.rewards if isinstance(reward, ServiceReward)}
+        for name in self.execution.service_addresses:
+            if name not in services:
+                raise ValueError(
+                    f"execution.service_addresses: no reward with a url has the name {name}; there are "
+                    f"{', '.join(sorted(services)) or 'none'}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from rloo_pipeline.section import Dtype, Name, Section
 
@@ -89,21 +89,27 @@ class JudgeReward(RewardBase):
         return self
 
 
+def _plain_address(value: str) -> str:
+    if not re.match(r"https?://[^/?#@\s]+([/?#]|$)", value):
+        raise ValueError("write http://host:port/path, without user and password; a token goes in token_env")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_plain_address)]
+
+
 class ServiceReward(RewardBase):
     """A service that scores over HTTP."""
 
-    url: str = Field(description="Where the service takes POST requests; execution.service_addresses can replace it.")
+    url: Address = Field(
+        description="Where the service takes POST requests; execution.service_addresses can replace it."
+    )
     token_env: str | None = Field(
-        default=None, description="Environment variable with the bearer token; the token itself never stands in a file."
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable with the bearer token; the token itself never stands in a file.",
     )
     time_limit: float = Field(default=60.0, gt=0, description="Longest request, seconds.")
-
-    @field_validator("url")
-    @classmethod
-    def _plain_address(cls, value: str) -> str:
-        if not re.match(r"https?://[^/?#@]+([/?#]|$)", value):
-            raise ValueError("url: write http://host:port/path, without user and password; a token goes in token_env")
-        return value
 
 
 KINDS = {"function": FunctionReward, "model": ModelReward, "judge": JudgeReward, "url": ServiceReward}

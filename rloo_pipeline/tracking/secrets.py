@@ -3,6 +3,7 @@
 import json
 import re
 from typing import Any
+from urllib.parse import quote
 
 HIDDEN = "(hidden)"
 # Ends of names. max_tokens and the like end with an s; short words must stand alone, as monkey is no key.
@@ -31,6 +32,16 @@ def hide_in_url(text: str) -> str:
     """The text without user names, passwords and keys in its URLs."""
     for pattern, rest in ((_USER_IN_URL, ""), (_SECRET_IN_URL, HIDDEN), (_WEBHOOK, HIDDEN)):
         text = pattern.sub(rf"\1{rest}", text)
+    return text
+
+
+def without(secret: str | None, text: str) -> str:
+    """The text without the secret, as it is or as JSON or a URL would write it."""
+    if not secret:
+        return text
+    in_json = json.dumps(secret)[1:-1]
+    for form in sorted({secret, in_json, in_json.replace("/", r"\/"), quote(secret, safe="")}, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
     return text
 
 
