@@ -11,6 +11,25 @@ app = typer.Typer()
 
 
 @app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or an empty folder.")],
+    example: Annotated[str | None, typer.Option(help="The example to start from; without it they are listed.")] = None,
+) -> None:
+    """Start a project of your own from an example, with git and DVC set up."""
+    from rloo_pipeline.init import start
+
+    start(folder, example)
+
+
+@app.command()
+def algorithms() -> None:
+    """Bring a project's algorithms.yaml up to the installed package; `dvc repro` runs this first."""
+    from rloo_pipeline.algorithms import FILE, refresh
+
+    print(f"{FILE}: {', '.join(refresh(Path())) or 'as before, the installed package has the same algorithms'}")
+
+
+@app.command()
 def iterations(count: Annotated[int, typer.Argument(help="How many iterations the chain shall have.")]) -> None:
     """Lengthen or shorten the chain in params.yaml, comments kept."""
     from rloo_pipeline.chain import set_length

@@ -6,15 +6,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from rloo_pipeline import fingerprint
+from rloo_pipeline import algorithms, fingerprint
 from rloo_pipeline.config import ExecutionConfig, IterationConfig, Params, SourceConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import publish, remove, write_json
@@ -58,13 +57,9 @@ def make_context(params: Params, layout: Layout, iteration: str, *, initial: boo
     return Context(layout, iteration, link, params.seed, params.execution, params.sources)
 
 
-@cache
 def algorithm_version(stage: str) -> int:
-    """The number of the stage's algorithm in algorithms.yaml."""
-    from ruamel.yaml import YAML
-
-    versions = YAML(typ="safe").load(resources.files("rloo_pipeline").joinpath("algorithms.yaml").read_text())
-    return int(versions[stage])
+    """The number of the stage's algorithm in the installed package."""
+    return algorithms.installed()[stage]
 
 
 def library_versions() -> dict[str, str]:

@@ -11,8 +11,8 @@ from rloo_pipeline.data_config import DatasetConfig, PromptsConfig
 from rloo_pipeline.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-TRAIN = DatasetConfig(generator="examples/arithmetic/prompts.py:train")
-EVAL = DatasetConfig(generator="examples/arithmetic/prompts.py:evaluation")
+TRAIN = DatasetConfig(generator="rloo_pipeline/examples/arithmetic/prompts.py:train")
+EVAL = DatasetConfig(generator="rloo_pipeline/examples/arithmetic/prompts.py:evaluation")
 
 
 def rows(dataset: DatasetConfig, **kwargs: Any) -> list[dict[str, Any]]:

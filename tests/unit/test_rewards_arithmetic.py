@@ -7,7 +7,7 @@ import pytest
 
 from rloo_pipeline.rewards.sources import load_callable
 
-last_number = load_callable("examples/arithmetic/reward.py:last_number", Path(__file__).parents[2])
+last_number = load_callable("rloo_pipeline/examples/arithmetic/reward.py:last_number", Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize(
