@@ -1,7 +1,7 @@
 """Where rows come from: prompts, and preference pairs for reward models."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,7 +28,7 @@ class TableConfig(Section):
     columns: dict[str, str] = Field(
         default_factory=dict, description="New name of a column to the name that it has in the dataset."
     )
-    where: dict[str, Scalar | list[Scalar]] = Field(
+    where: dict[str, Scalar | Annotated[list[Scalar], Field(min_length=1)]] = Field(
         default_factory=dict, description="Column to the value, or the list of values, of the rows that are kept."
     )
     filter: str | None = Field(

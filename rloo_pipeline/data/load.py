@@ -9,16 +9,33 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from rloo_pipeline.data.keep import Rows, keep, told
 from rloo_pipeline.data_config import TableConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.progress import say
 from rloo_pipeline.rewards.sources import load_callable
 
 
 def load_rows(dataset: TableConfig, root: Path) -> pa.Table:
-    """All rows and columns of the dataset, files and functions taken from `root`.
+    """The rows and columns that the dataset's columns, where and filter leave; raises UserError as `load_kept` does."""
+    return load_kept(dataset, root).table
 
-    Raises UserError if it is missing, broken or not a table. A fraction has no rows of its own: see `split_rows`.
+
+def load_kept(dataset: TableConfig, root: Path) -> Rows:
+    """The same with the rows' places in the dataset and what was left out, files and functions taken from `root`.
+
+    Raises UserError if the dataset is missing, broken or not a table, or if no row is left. A fraction has no rows of
+    its own.
     """
+    source = source_name(dataset)
+    rows = keep(_read(dataset, root), dataset, source, root)
+    if rows.left_out:
+        total = len(rows.places_N) + sum(item.rows for item in rows.left_out)
+        say(f"{source}: {len(rows.places_N)} of {total} rows are used; left out by {told(rows.left_out)}")
+    return rows
+
+
+def _read(dataset: TableConfig, root: Path) -> pa.Table:
     if dataset.file is not None:
         return _from_file(root / dataset.file)
     if dataset.hub is not None:
