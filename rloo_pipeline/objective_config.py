@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rloo_pipeline.objective.schedule import Schedule
 from rloo_pipeline.section import Dtype, Section
 
 BaselineName = Literal[
@@ -104,23 +105,26 @@ class AdvantagesConfig(Section):
         return self
 
 
-class UpdateConfig(Section):
-    """How AdamW steps on the trained completions; by default one strictly on-policy step."""
+class OptimizerConfig(Section):
+    """How AdamW steps."""
 
     learning_rate: float = Field(ge=0, description="Peak learning rate.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the rate rises linearly to its peak.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the rate falls after the warm-up."
-    )
-    schedule_steps: int | None = Field(
-        default=None, ge=1, description="Step at which a linear or cosine schedule reaches 0; null for constant."
-    )
+    schedule: Schedule = Field(default="constant", description="How the rate falls after the warm-up.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient norm clipped to; null: off.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     dtype: Dtype = Field(default="float32", description="Precision of the passes; master weights are float32.")
+
+
+class UpdateConfig(OptimizerConfig):
+    """How AdamW steps on the trained completions; by default one strictly on-policy step."""
+
+    schedule_steps: int | None = Field(
+        default=None, ge=1, description="Step at which a linear or cosine schedule reaches 0; null for constant."
+    )
     sampler_tolerance: float = Field(
         default=1e-2,
         gt=0,

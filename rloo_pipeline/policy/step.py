@@ -12,8 +12,9 @@ from rloo_pipeline.errors import UserError
 from rloo_pipeline.objective.kl import Estimator, Normalization
 from rloo_pipeline.objective.normalization import loss_denominator
 from rloo_pipeline.objective.schedule import learning_rate
-from rloo_pipeline.objective_config import UpdateConfig
+from rloo_pipeline.objective_config import OptimizerConfig, UpdateConfig
 from rloo_pipeline.policy.batches import Batch
+from rloo_pipeline.policy.images import RowImages
 from rloo_pipeline.policy.logprobs import batches, score_batch
 from rloo_pipeline.progress import progress
 
@@ -49,6 +50,7 @@ class Rows:
     token_weights_N: list[np.ndarray] | None = None
     weights_N: np.ndarray | None = None
     names_N: list[str] | None = None  # how a completion is told to people
+    images_N: RowImages | None = None  # for a policy loaded with images
 
     def __len__(self) -> int:
         return len(self.prompts_N)
@@ -61,7 +63,7 @@ class Rows:
     def take(self, chosen_M: np.ndarray) -> "Rows":
         """The rows at these indices, in their order."""
         parts: dict[str, Any] = {
-            name: values[chosen_M] if isinstance(values, np.ndarray) else [values[row] for row in chosen_M]
+            name: [values[row] for row in chosen_M] if isinstance(values, list) else values[chosen_M]
             for name, values in vars(self).items()
             if values is not None
         }
@@ -105,7 +107,7 @@ class Clip:
         }
 
 
-def make_optimizer(parameters: dict[str, "torch.nn.Parameter"], config: UpdateConfig) -> "torch.optim.AdamW":
+def make_optimizer(parameters: dict[str, "torch.nn.Parameter"], config: OptimizerConfig) -> "torch.optim.AdamW":
     """AdamW; weight decay acts on matrices alone."""
     import torch
 
@@ -139,7 +141,7 @@ def accumulate(
         for batch in batches(rows.prompts_N, rows.completions_N, batch_tokens):
             batch = batch.to(model.device)
             with precision(config, model.device):
-                scores = score_batch(model, batch, temperature)
+                scores = score_batch(model, batch, temperature, rows.images_N)
             loss = _policy_loss(scores.logprobs_BT, batch, rows, denominator, config, totals)
             if kl is not None:
                 loss = loss + kl.beta * _kl_loss(scores.logprobs_BT, batch, rows, denominator, kl, totals)
@@ -203,7 +205,7 @@ def _kl_loss(
     return term
 
 
-def precision(config: UpdateConfig, device: "torch.device") -> AbstractContextManager[object]:
+def precision(config: OptimizerConfig, device: "torch.device") -> AbstractContextManager[object]:
     """Autocast to bfloat16, or nothing, as the settings say."""
     import torch
 
@@ -231,16 +233,27 @@ def take_step(
     optimizer: "torch.optim.Optimizer", parameters: dict[str, "torch.nn.Parameter"], config: UpdateConfig, step: int
 ) -> dict[str, float]:
     """Clip the gradient and step at the schedule's rate; `step` counts the steps before this one, from 0."""
+    rate = learning_rate(step, config.learning_rate, config.warmup_steps, config.schedule, config.schedule_steps)
+    norm = clip_and_step(optimizer, parameters, config.max_grad_norm, rate)
+    return {"grad_norm": norm, "learning_rate": rate, "step": step + 1}
+
+
+def clip_and_step(
+    optimizer: "torch.optim.Optimizer",
+    parameters: dict[str, "torch.nn.Parameter"],
+    max_grad_norm: float | None,
+    rate: float,
+) -> float:
+    """Step at `rate` with the gradient clipped; returns its norm before that. Raises UserError if it is not finite."""
     import torch
 
     for parameter in parameters.values():
         if parameter.grad is None:  # Not reached by text alone, as an image encoder: its moments stay 0.
             parameter.grad = torch.zeros_like(parameter)
-    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm or math.inf).item()
+    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), max_grad_norm or math.inf).item()
     if not math.isfinite(norm):
-        raise UserError(f"the gradient norm is {norm}: a log-prob or an advantage overflowed; nothing was written")
-    rate = learning_rate(step, config.learning_rate, config.warmup_steps, config.schedule, config.schedule_steps)
+        raise UserError(f"the gradient norm is {norm}: something in the loss overflowed; nothing was written")
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
-    return {"grad_norm": norm, "learning_rate": rate, "step": step + 1}
+    return norm
