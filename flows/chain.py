@@ -4,14 +4,22 @@ from pathlib import Path
 
 from flows import dvc
 from rloo_pipeline.config import Params
+from rloo_pipeline.layout import REWARD_MODEL, reward_model_at
 
 ITERATION = ("rollouts", "logprobs", "rewards", "advantages", "update", "evaluate")
 LAST = "history"
 
 
 def opening(params: Params) -> list[str]:
-    """The DVC stages before the first iteration."""
-    return [*(f"sources@{name}" for name in params.sources), "prepare", "evaluate_initial"]
+    """The DVC stages before the first iteration: a source that is a trained reward model comes after its training."""
+    sources = {name: reward_model_at(source.path) for name, source in params.sources.items()}
+    return [
+        *(f"sources@{name}" for name, trained in sources.items() if trained is None),
+        *(f"{REWARD_MODEL}@{name}" for name in params.reward_models),
+        *(f"sources@{name}" for name, trained in sources.items() if trained is not None),
+        "prepare",
+        "evaluate_initial",
+    ]
 
 
 def of_iteration(iteration: str) -> list[str]:

@@ -103,6 +103,12 @@ def sources(name: Annotated[str, typer.Argument(help="A name under sources in pa
         stage.run(layout, name, params.sources[name])
 
 
+@app.command("reward_model")
+def reward_model(name: Annotated[str, typer.Argument(help="A name under reward_models in params.yaml.")]) -> None:
+    """Train a reward model from preference pairs."""
+    _run("reward_model", name)
+
+
 @app.command()
 def prepare(iteration: Annotated[str, typer.Argument(help="Always 0000.")] = INITIAL) -> None:
     """Fetch the initial policy and the prompts."""

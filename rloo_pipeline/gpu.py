@@ -9,7 +9,7 @@ from pathlib import Path
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.process import SECONDS_TO_DIE, hold
 
-STAGES = ("rollouts", "logprobs", "rewards", "update", "evaluate")
+STAGES = ("reward_model", "rollouts", "logprobs", "rewards", "update", "evaluate")
 
 
 def devices() -> list[str]:

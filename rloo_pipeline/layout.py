@@ -1,5 +1,6 @@
 """The only place where artifact paths are spelled; all are relative to the project's folder."""
 
+import posixpath
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from rloo_pipeline.errors import UserError
 
 INITIAL = "0000"
 STAGES = ("prepare", "rollouts", "logprobs", "rewards", "advantages", "update", "evaluate")
+REWARD_MODEL = "reward_model"  # the stage that runs once for each reward model, by name in place of an iteration
 
 
 def check_iteration(iteration: str) -> str:
@@ -58,6 +60,13 @@ class Layout:
     def evaluation(self, iteration: str) -> Path:
         return self.artifacts / "evaluation" / iteration
 
+    def reward_model(self, name: str) -> Path:
+        return self.artifacts / "reward_models" / name
+
+    def preferences(self, name: str) -> Path:
+        """The held-out pairs as a reward model scores them, and its training steps."""
+        return self.artifacts / "preferences" / name
+
     def source(self, used_by: str, name: str) -> Path:
         return self.root / "sources" / used_by / f"{name}.json"
 
@@ -95,3 +104,9 @@ class Layout:
 def note_of(work: Path) -> Path:
     """The file beside a stage's partial output that tells what its key was made of."""
     return work.with_name(f"{work.name}.json")
+
+
+def reward_model_at(path: Path) -> str | None:
+    """The name of the reward model whose directory `path` is, relative to the project; None for any other path."""
+    plain = Path(posixpath.normpath(path.as_posix()))
+    return plain.name if plain == Layout().reward_model(plain.name) else None

@@ -65,10 +65,11 @@ ADVANTAGES = _schema(
     )
 )
 
-_CALL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+CALL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+MIXTURE, MIXTURE_WEIGHT = "mixture", "mixture_weight"  # of a prompt: the place of its dataset and its weight
 RESERVED_COLUMNS = frozenset(
-    {spec[0] for spec in (*COMPLETION, *REWARD_SPECS)} | {"iteration", "sample_index"}
-    | set(LOGPROBS.names) - {"prompt_id"} | set(ADVANTAGES.names) - {"prompt_id"} | set(_CALL_ARGUMENTS)
+    {spec[0] for spec in (*COMPLETION, *REWARD_SPECS)} | {"iteration", "sample_index", MIXTURE, MIXTURE_WEIGHT}
+    | set(LOGPROBS.names) - {"prompt_id"} | set(ADVANTAGES.names) - {"prompt_id"} | set(CALL_ARGUMENTS)
 )  # fmt: skip
 
 
@@ -88,3 +89,29 @@ def evaluation_schema(names: Sequence[str]) -> pa.Schema:
     components = [(reward_column(name), pa.float32(), True, f"score of component {name}") for name in names]
     kl: Spec = ("kl", pa.float64(), False, "sum of sampler minus reference log-probs, nats")
     return _schema((*KEYS, *COMPLETION, *components, *REWARD_SPECS, kl))
+
+
+STEPS = _schema(
+    (
+        ("step", pa.int32(), False, "optimizer step of a reward model's training, from 0"),
+        ("loss", pa.float64(), False, "mean loss over the step's pairs before it, nats"),
+        ("accuracy", pa.float64(), False, "share of the step's pairs that chosen wins before it, ties half"),
+        ("grad_norm", pa.float64(), False, "gradient norm before clipping"),
+        ("learning_rate", pa.float64(), False, "rate of the step"),
+    )
+)
+
+
+def preferences_schema(text: pa.DataType) -> pa.Schema:
+    """The schema of held-out pairs as a reward model scores them; text: string, or that of messages."""
+    return _schema(
+        (
+            ("pair_id", pa.string(), False, "the pair's id: <split>-<row of its table>"),
+            ("prompt", text, False, "what both completions answer"),
+            ("chosen", text, False, "the preferred completion"),
+            ("rejected", text, False, "the other completion"),
+            ("margin", pa.float64(), False, "margin that the loss asks for; 0 if the table has none"),
+            ("chosen_reward", pa.float32(), False, "logit of the prompt with chosen"),
+            ("rejected_reward", pa.float32(), False, "logit of the prompt with rejected"),
+        )
+    )

@@ -7,7 +7,7 @@ from rloo_pipeline import fingerprint
 from rloo_pipeline.config import Params, RewardConfig, SourceConfig
 from rloo_pipeline.data_config import TableConfig
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.layout import Layout
+from rloo_pipeline.layout import Layout, reward_model_at
 from rloo_pipeline.reward_config import FunctionReward, JudgeReward, ModelReward
 from rloo_pipeline.rewards.sources import user_file
 
@@ -19,6 +19,12 @@ def named_files(params: Params, root: Path) -> Iterator[tuple[str, str, Path]]:
     for split, datasets in (("train", params.prompts.train), ("eval", params.prompts.eval)):
         for path in (path for dataset in datasets for path in _dataset_files(dataset)):
             yield f"prompts.{split}", "prompts", path
+    for name, model in params.reward_models.items():
+        if (root / model.model).is_dir():
+            yield f"reward_models.{name}.model", "reward_models", Path(model.model)
+        for split, dataset in (("train", model.train), ("eval", model.eval)):
+            for path in _dataset_files(dataset):
+                yield f"reward_models.{name}.{split}", "reward_models", path
     for reward in params.rewards:
         for path in _reward_files(reward, root):
             yield f"rewards, {reward.name}", "rewards", path
@@ -36,8 +42,15 @@ def _reward_files(reward: RewardConfig, root: Path) -> Iterator[Path]:
     if isinstance(reward, FunctionReward) and (path := user_file(reward.function)):
         yield path
     model = reward.model if isinstance(reward, ModelReward) else reward.judge if isinstance(reward, JudgeReward) else ""
-    if model and (root / model).is_dir():
+    if model and ((root / model).is_dir() or reward_model_at(Path(model))):
         yield Path(model)
+
+
+def missing(path: Path) -> str:
+    """What is wrong when a listed path is not there."""
+    if reward_model_at(path):
+        return f"{path}: not trained yet; `dvc repro` trains what params.yaml lists under reward_models, then goes on"
+    return f"{path}: no such file or directory; paths are relative to the project's folder"
 
 
 def fingerprints(sources: Mapping[str, SourceConfig], used_by: str, root: Path) -> dict[str, str]:
@@ -45,7 +58,7 @@ def fingerprints(sources: Mapping[str, SourceConfig], used_by: str, root: Path) 
     paths = sorted({source.path for source in sources.values() if source.used_by == used_by})
     for path in paths:
         if not (root / path).exists():
-            raise UserError(f"sources: {path}: no such file or directory; paths are relative to the project's folder")
+            raise UserError(f"sources: {missing(path)}")
     return {f"source:{path.as_posix()}": fingerprint.of_path(root / path) for path in paths}
 
 
@@ -54,7 +67,10 @@ def check_listed(params: Params, root: Path) -> None:
     _check_records(params, root)
     listed = {(source.used_by, (root / source.path).resolve()) for source in params.sources.values()}
     for where, used_by, path in named_files(params, root):
-        target = (root / path).resolve()
+        target, trained = (root / path).resolve(), reward_model_at(path)
+        if trained and trained not in params.reward_models and not target.exists():
+            known = ", ".join(params.reward_models) or "none"
+            raise UserError(f"{where} names {path}, but reward_models has no {trained}; it has {known}")
         if not any(by == used_by and (known == target or known in target.parents) for by, known in listed):
             raise UserError(
                 f"{where} names {path}, which `sources` does not list, so an edit of it would rerun nothing; add to "

@@ -14,39 +14,43 @@ PACKAGE = "package:"
 TEMPLATES = "additional_chat_templates"
 
 
-def fetch(config: PolicyConfig, root: Path, target: Path) -> None:
+def fetch(config: PolicyConfig, root: Path, target: Path, section: str = "policy") -> None:
     """Put the model's files (save_pretrained layout, safetensors alone) into the new directory `target`.
 
-    Raises UserError if the model cannot be found or holds no safetensors.
+    section: where params.yaml names it, for messages. Raises UserError if the model cannot be found or holds no
+    safetensors.
     """
     target.mkdir(parents=True)
+    what = f"{section}.model {config.model}"
     if config.model.startswith(PACKAGE):
-        _from_package(config.model.removeprefix(PACKAGE), target)
+        from_package(config.model, target, what)
         return
-    _copy(_locate(config, root), target, config.trust_remote_code)
+    source = locate(config.model, config.revision, root, what, with_code=config.trust_remote_code)
+    _copy(source, target, config.trust_remote_code)
     if not any(target.glob("*.safetensors")):
         raise UserError(
-            f"policy.model {config.model}: no .safetensors file in it; convert the weights with save_pretrained, since "
+            f"{what}: no .safetensors file in it; convert the weights with save_pretrained, since "
             "formats that run code on loading are not read"
         )
 
 
-def _locate(config: PolicyConfig, root: Path) -> Path:
-    directory = root / config.model
+def locate(model: str, revision: str | None, root: Path, what: str, *, with_code: bool = False) -> Path:
+    """The directory `model` of the project, or that of the hub's files; UserError, which names `what`, if neither is."""
+    directory = root / model
     if directory.is_dir():
         return directory
-    if config.model.startswith((".", "/", "~")) or config.model.count("/") != 1:
-        raise UserError(f"policy.model {config.model}: no such directory below {root.resolve()}")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise UserError(f"{what}: no such directory below {root.resolve()}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = [*KEPT, *(["*.py"] if config.trust_remote_code else [])]
+    patterns = [*KEPT, *(["*.py"] if with_code else [])]
     try:
-        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"policy.model {config.model}: neither a directory of that name nor to be had from the hub "
-            f"({type(error).__name__}: {error}); check the name, policy.revision, the network and HF_TOKEN"
+            f"{what}: neither a directory of that name nor to be had from the hub "
+            f"({type(error).__name__}: {error}); check the name, the revision, the network and HF_TOKEN"
         ) from error
 
 
@@ -61,17 +65,23 @@ def _copy(source: Path, target: Path, with_code: bool) -> None:
         )
 
 
-def _from_package(name: str, target: Path) -> None:
-    """De-quantize a GGUF file that a Python package carries, to float32."""
-    package, _, file = name.partition("/")
+def from_package(model: str, target: Path, what: str) -> None:
+    """Put the model that a Python package carries into `target`; UserError that names `what` if there is none.
+
+    model: `package:name[/file.gguf]`, which is de-quantized to float32, or `package:name/directory`.
+    """
+    package, _, file = model.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None:
-        raise UserError(f"policy.model {PACKAGE}{name}: the Python package {package} is not installed; pip install it")
+        raise UserError(f"{what}: the Python package {package} is not installed; pip install it")
     directory = Path(spec.origin).parent
+    if file and (directory / file).is_dir():
+        _copy(directory / file, target, with_code=False)
+        return
     found = [directory / file] if file else sorted(directory.glob("*.gguf"))
     if len(found) != 1 or not found[0].is_file():
         names = ", ".join(path.name for path in found) or "none"
-        raise UserError(f"policy.model {PACKAGE}{name}: one .gguf file is needed in {package}; found: {names}")
+        raise UserError(f"{what}: one .gguf file is needed in {package}; found: {names}")
     say(f"de-quantizing {found[0].name}")
     _dequantize(found[0], target)
 

@@ -1,11 +1,14 @@
 """What a reward model starts from: a pretrained model with a head of one logit, new if the base has none."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.policy.load import ATTENTION, device, load_config, load_tokenizer
+from rloo_pipeline.progress import say
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,14 @@ def load_base(directory: Path, seed: int, where: str) -> Scorer:
     """
     import torch
     from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
         tokenizer, config = load_tokenizer(directory), load_config(directory)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     _one_logit(config, where)
     _set_pad(config, tokenizer, where)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _silent():
         torch.manual_seed(seed)
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -59,7 +60,23 @@ def load_base(directory: Path, seed: int, where: str) -> Scorer:
     body = [key for key in added if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in key]
     if body:
         raise UserError(f"{where}: has no weights for {', '.join(body[:3])}; the base must be whole, its head apart")
+    if added:
+        say(f"{where}: has no weights for {', '.join(added)}; they are drawn from the seed and trained")
     return Scorer(model.to(device()).eval(), tokenizer, added)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """No progress bar and no report on weights that the base lacks, which is told in one line instead."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _one_logit(config: Any, where: str) -> None:

@@ -8,13 +8,14 @@ from ruamel.yaml import YAML
 
 from rloo_pipeline import config
 from rloo_pipeline.cli import app
-from rloo_pipeline.layout import STAGES
+from rloo_pipeline.layout import REWARD_MODEL, STAGES
 from tests.project import REPOSITORY
 
 ALGORITHMS = "rloo_pipeline/algorithms.yaml"
 GRAPH: dict[str, Any] = YAML(typ="safe").load((REPOSITORY / "dvc.yaml").read_text())["stages"]
 PARAMS = {
     "sources": set(),
+    "reward_model": {"seed", "reward_models.${key}", "version of reward_model"},
     "prepare": {"seed", "policy", "prompts", "rollouts.max_tokens", "evaluate.max_tokens", "version of prepare"},
     "evaluate_initial": {"seed", "evaluate", "rewards", "version of evaluate"},
     "rollouts": {"seed", "rollouts", "version of rollouts"},
@@ -28,6 +29,7 @@ PARAMS = {
 PREVIOUS, REFERENCE = "artifacts/policy/${item.previous}", "artifacts/policy/${item.reference}/model"
 DEPS = {
     "sources": {"${item.path}"},
+    "reward_model": {"sources/reward_models"},
     "prepare": {"sources/policy", "sources/prompts"},
     "evaluate_initial": {"artifacts/prompts/eval.parquet", "artifacts/policy/0000/model", "sources/rewards"},
     "rollouts": {"artifacts/prompts/train.parquet", f"{PREVIOUS}/model"},
@@ -67,7 +69,7 @@ def params_of(stage: str) -> set[str]:
 
 def test_stages_of_the_graph() -> None:
     assert set(GRAPH) == set(PARAMS) == set(DEPS)
-    assert set(GRAPH) - {"sources", "evaluate_initial", "history"} == set(STAGES)
+    assert set(GRAPH) - {"sources", "evaluate_initial", "history"} == {REWARD_MODEL, *STAGES}
 
 
 @pytest.mark.parametrize("stage", GRAPH)
@@ -91,7 +93,7 @@ def test_a_stage_runs_the_command_of_its_name(stage: str) -> None:
 
 
 def test_metrics_are_kept_in_git() -> None:
-    for stage in STAGES:
+    for stage in (REWARD_MODEL, *STAGES):
         (metrics,) = body(stage)["metrics"]
         ((path, options),) = metrics.items()
         assert path.startswith(f"metrics/{stage}/")
@@ -106,11 +108,11 @@ def test_no_output_is_of_a_place_that_differs_between_runs() -> None:
 
 def test_one_name_everywhere() -> None:
     versions = YAML(typ="safe").load((REPOSITORY / ALGORITHMS).read_text())
-    assert list(versions) == list(STAGES)
+    assert list(versions) == [REWARD_MODEL, *STAGES]
     assert all(isinstance(version, int) and version >= 1 for version in versions.values())
-    assert set(STAGES) <= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    assert set(STAGES) - set(config.Params.model_fields) == {"prepare"}
-    for stage in STAGES:
+    assert {REWARD_MODEL, *STAGES} <= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert {f"{REWARD_MODEL}s", *STAGES} - set(config.Params.model_fields) == {"prepare"}
+    for stage in (REWARD_MODEL, *STAGES):
         assert (REPOSITORY / "rloo_pipeline" / "stages" / f"{stage}.py").is_file()
 
 
