@@ -41,8 +41,8 @@ def plan(lengths_N: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
     return batches
 
 
-def _ragged(values: Sequence[Ids], starts_B: np.ndarray, width: int, fill: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows laid into a [B, width] array from their start on, and the mask of where they lie."""
+def ragged(values: Sequence[Ids], starts_B: np.ndarray, width: int, fill: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows laid into a [B, width] array, int64, from their start on, and the mask of where they lie."""
     lengths_B = np.fromiter((len(value) for value in values), np.int64, len(values))
     columns = np.arange(width)
     mask = (columns >= starts_B[:, None]) & (columns < (starts_B + lengths_B)[:, None])
@@ -61,8 +61,8 @@ def collate(prompts: Sequence[Ids], completions: Sequence[Ids], rows_B: np.ndarr
     completion_lengths = np.array([len(item) for item in completions_B])
     zeros = np.zeros(len(rows_B), np.int64)
     both = [np.concatenate([p, c]) for p, c in zip(prompts_B, completions_B, strict=True)]
-    input_ids, attention_mask = _ragged(both, zeros, int((prompt_lengths + completion_lengths).max()), 0)
-    completion_ids, completion_mask = _ragged(completions_B, zeros, int(completion_lengths.max()), 0)
+    input_ids, attention_mask = ragged(both, zeros, int((prompt_lengths + completion_lengths).max()), 0)
+    completion_ids, completion_mask = ragged(completions_B, zeros, int(completion_lengths.max()), 0)
     before = prompt_lengths[:, None] - 1 + np.arange(completion_ids.shape[1])
     return Batch(
         rows_B=rows_B,
