@@ -47,8 +47,9 @@ LOGPROBS = _schema(
 )
 
 REWARD_SPECS: tuple[Spec, ...] = (
-    ("reward", pa.float32(), True, "weighted sum of the components that apply; null: none applies"),
-    ("reward_error", pa.string(), True, "why the row has no valid reward"),
+    ("reward", pa.float32(), True, "weighted sum of the clipped scores that apply; null: none applies, or one failed"),
+    ("reward_error", pa.string(), True, "why the row has no valid reward, and which components of weight 0 failed"),
+    ("reward_extra", pa.string(), True, "what reward functions logged of the row by log_extra, JSON object by column"),
 )
 
 ADVANTAGES = _schema(
@@ -80,13 +81,13 @@ def reward_column(name: str) -> str:
 
 def rewards_schema(names: Sequence[str]) -> pa.Schema:
     """The schema of rewards with one nullable float32 column for each component."""
-    components = [(reward_column(name), pa.float32(), True, f"score of component {name}") for name in names]
+    components = [(reward_column(name), pa.float32(), True, f"score of component {name}, unclipped") for name in names]
     return _schema((*KEYS, *components, *REWARD_SPECS))
 
 
 def evaluation_schema(names: Sequence[str]) -> pa.Schema:
     """The schema of evaluation: completions, their rewards and their KL to the reference."""
-    components = [(reward_column(name), pa.float32(), True, f"score of component {name}") for name in names]
+    components = [(reward_column(name), pa.float32(), True, f"score of component {name}, unclipped") for name in names]
     kl: Spec = ("kl", pa.float64(), False, "sum of sampler minus reference log-probs, nats")
     return _schema((*KEYS, *COMPLETION, *components, *REWARD_SPECS, kl))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GROUP = ["iteration", "prompt_id"]
 LISTED = {"reward": "rewards", "kl": "kl", "baseline": "baselines", "advantage": "advantages"}
 SHOWN = (
-    *("completion_text", "finish_reason", "reward", "reward_error", "clipped_reward", "kl"),
+    *("completion_text", "finish_reason", "reward", "reward_error", "reward_extra", "clipped_reward", "kl"),
     *("penalized_reward", "baseline", "advantage", "trained", "exclusion_reason"),
 )
 LOGPROBS = ("policy_logprobs", "reference_logprobs", "sampler_logprobs")

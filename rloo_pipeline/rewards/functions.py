@@ -1,77 +1,180 @@
-"""Reward functions, called as TRL's RLOOTrainer and GRPOTrainer call theirs."""
+"""Reward functions, called as TRL's trainers call theirs, in processes that can be killed."""
 
-import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from rloo_pipeline.data.prompts import is_conversational
+from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.progress import say
 from rloo_pipeline.reward_config import FunctionReward
-from rloo_pipeline.rewards.sources import load_callables
-from rloo_pipeline.schema import RESERVED_COLUMNS
+from rloo_pipeline.rewards.call import TrainerState, dataset_columns
+from rloo_pipeline.rewards.frames import Message
+from rloo_pipeline.rewards.scored import Score, Scored, applies_to, spread
+from rloo_pipeline.rewards.worker_process import Call, Functions, WorkerProcess
+from rloo_pipeline.schema import CALL_ARGUMENTS
 
-Arguments = dict[str, Any]
-CALL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """What a reward function is told of the training: optimizer steps done before these completions were sampled."""
-
-    global_step: int
+GIVEN = ("prompt", "completion_text", "completion_token_ids")
 
 
-def score_functions(
-    configs: Sequence[FunctionReward], rows: pa.Table, root: Path, state: TrainerState
-) -> dict[str, npt.NDArray[np.float64]]:
-    """`scores_N` of each component by name, NaN where its function returned None.
+@contextmanager
+def open_functions(
+    configs: Sequence[FunctionReward], root: Path, state: TrainerState, execution: ExecutionConfig
+) -> Iterator[Score]:
+    """What scores completions joined with their prompts: rows -> Scored of each component by name.
 
-    Async functions run concurrently. Raises UserError if a function cannot be loaded, raises, or returns anything but
-    one finite number or None for each row.
+    One process loads the functions once. Async ones run at the same time, and beside the sync ones, which run one
+    after another. One that fails on a batch (raises, hangs, ends its process, returns no list of one value for each
+    row) is called again row by row, in processes side by side; its rows' errors say why. Raises UserError if a
+    function cannot be loaded, and if one with on_error: fail fails on a batch but on no row alone.
     """
-    functions = load_callables([str(config.function) for config in configs], root)
-    for config in configs:
-        _check_kwargs(config, rows)
-    calls = [_Call(config, function, rows, state) for config, function in zip(configs, functions, strict=True)]
-    # In a thread of its own, since a notebook's thread already runs an event loop.
-    with ThreadPoolExecutor(1) as pool:
-        outputs = pool.submit(asyncio.run, _run(calls)).result()
-    return {call.config.name: call.checked(output) for call, output in zip(calls, outputs, strict=True)}
+    functions = Functions(configs, root, state.global_step)
+    with closing(WorkerProcess(functions)) as worker:
+        yield _Scorer(functions, worker, execution.reward_workers or os.cpu_count() or 1).score
 
 
-async def _run(calls: Sequence["_Call"]) -> list[Any]:
-    started = [call.start() for call in calls]
-    pending = [call.finish(output) for call, output in zip(calls, started, strict=True)]
-    return await asyncio.gather(*pending)
+class _Scorer:
+    def __init__(self, functions: Functions, worker: WorkerProcess, workers: int) -> None:
+        self.functions, self.worker, self.workers = functions, worker, workers
+        self.said: set[str] = set()
+
+    def score(self, rows: pa.Table) -> dict[str, Scored]:
+        configs = self.functions.configs
+        for config in configs:
+            _check_kwargs(config, rows)
+        calls = [Call(number, applies_to(config, rows)) for number, config in enumerate(configs)]
+        rows = rows.select([*GIVEN, *dataset_columns(rows)])
+        replies = self._together([call for call in calls if call.rows is None or call.rows], rows)
+        scored = {}
+        for call, config in zip(calls, configs, strict=True):
+            count = rows.num_rows if call.rows is None else len(call.rows)
+            reply = replies.get(call.function)
+            if reply is None:
+                found = Scored(np.empty(0))
+            elif "failed" in reply:
+                given = rows if call.rows is None else rows.take(call.rows)
+                found = self._row_by_row(call.function, given, reply["reason"])
+            else:
+                found = self._read([reply], count)
+            scored[config.name] = spread(found, call.rows, rows.num_rows)
+        return scored
+
+    def _together(self, calls: Sequence[Call], rows: pa.Table) -> dict[int, Message]:
+        """The reply of each function; what one that fails stops is done again without it."""
+        if not calls:
+            return {}
+        replies, crash = self.worker.call(calls, rows)
+        if crash is None:
+            return replies
+        left = [call for call in calls if call.function not in replies]
+        suspects = [call for call in left if call.function in crash.during] or left
+        others = [call for call in left if call not in suspects]
+        if len(suspects) == 1:
+            number = suspects[0].function
+            reason = f"{self.functions.configs[number].function} {crash.reason}"
+            replies[number] = {"failed": number, "reason": reason}
+        else:
+            for group in self._apart(suspects):
+                replies |= self._together(group, rows)
+        return replies | self._together(others, rows)
+
+    def _apart(self, calls: Sequence[Call]) -> list[list[Call]]:
+        """Groups to find the culprit by: the sync function against the async ones, which may wait for each other."""
+        sync = [call for call in calls if not self.worker.is_async[call.function]]
+        asynchronous = [call for call in calls if call not in sync]
+        if sync and asynchronous:
+            return [*([call] for call in sync), asynchronous]
+        return [[call] for call in calls]
+
+    def _row_by_row(self, number: int, rows: pa.Table, reason: str) -> Scored:
+        """Scores of the rows each alone; with on_error: fail, up to the first one with an error."""
+        config = self.functions.configs[number]
+        stop = config.on_error == "fail"
+        say(f"reward {config.name}: {reason} (on {rows.num_rows} rows from row 1 on); called row by row now")
+        left, replies = deque(range(rows.num_rows)), dict[int, Message]()
+
+        def drain(worker: WorkerProcess) -> None:
+            while left:
+                try:
+                    row = left.popleft()
+                except IndexError:  # another thread has just taken the last one
+                    return
+                replies[row] = self._alone(worker, number, rows.slice(row, 1))
+                if stop and _error(replies[row]) is not None:
+                    left.clear()
+
+        with ExitStack() as stack:
+            more = min(self.workers, rows.num_rows) - 1
+            workers = [self.worker, *(WorkerProcess(self.functions) for _ in range(more))]
+            for worker in workers[1:]:
+                stack.callback(worker.kill)
+            pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
+            try:
+                for future in [pool.submit(drain, worker) for worker in workers]:
+                    future.result()
+            except BaseException:
+                left.clear()
+                for worker in workers:
+                    worker.stop()
+                raise
+        return self._of_rows(config, replies, rows.num_rows, reason)
+
+    def _alone(self, worker: WorkerProcess, number: int, row: pa.Table) -> Message:
+        replies, crash = worker.call([Call(number)], row)
+        if crash is None:
+            return replies[number]
+        return {"failed": number, "reason": f"{self.functions.configs[number].function} {crash.reason}"}
+
+    def _of_rows(self, config: FunctionReward, replies: dict[int, Message], count: int, reason: str) -> Scored:
+        errors = {row: error for row, reply in sorted(replies.items()) if (error := _error(reply)) is not None}
+        if not errors:
+            problem = f"reward {config.name}: {reason} on {count} rows together, but on none of them alone"
+            if config.on_error == "fail":
+                raise UserError(
+                    f"{problem}; mend the function (or raise its time_limit, or lower rollouts.prompts_per_shard). "
+                    "With on_error: invalid the scores of the single rows are taken"
+                )
+            self._say_once(f"{problem}: the scores of the single rows are taken")
+        nothing: Message = {"scores": [None], "errors": {}, "extra": {}, "metrics": {}, "misfits": []}
+        usable = [replies.get(row, nothing) for row in range(count)]
+        scored = self._read([nothing if "failed" in reply else reply for reply in usable], 1)
+        return Scored(scored.scores_N, errors, scored.extra, scored.logged)
+
+    def _read(self, replies: Sequence[Message], count: int) -> Scored:
+        """Replies one after another, each about `count` rows."""
+        scores: list[float | None] = []
+        errors: dict[int, str] = {}
+        extra: dict[int, dict[str, object]] = {}
+        logged: dict[str, tuple[float, int]] = {}
+        for start, reply in zip(range(0, len(replies) * count, count), replies, strict=True):
+            scores += reply["scores"]
+            errors |= {start + int(row): reason for row, reason in reply["errors"].items()}
+            for column, values in reply["extra"].items():
+                for row, value in enumerate(values, start):
+                    extra.setdefault(row, {})[column] = value
+            for name, value in reply["metrics"].items():
+                total, rows = logged.get(name, (0.0, 0))
+                logged[name] = (total + value * count, rows + count)
+            for misfit in reply["misfits"]:
+                self._say_once(f"reward: {misfit}")
+        return Scored(np.array(scores, np.float64), errors, extra, logged)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self.said:
+            self.said.add(line)
+            say(line)
 
 
-def arguments(rows: pa.Table, state: TrainerState) -> Arguments:
-    """Keyword arguments of a call on `rows`: TRL's, and every dataset column. The lists are the caller's own."""
-    texts = rows["completion_text"].to_pylist()
-    completions: list[Any] = texts
-    if is_conversational(rows["prompt"]):
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
-    return {
-        "prompts": rows["prompt"].to_pylist(),
-        "completions": completions,
-        "completion_ids": rows["completion_token_ids"].to_pylist(),
-        **{name: rows[name].to_pylist() for name in dataset_columns(rows)},
-        "trainer_state": state,
-    }
-
-
-def dataset_columns(rows: pa.Table) -> list[str]:
-    """The columns of `rows` that come from the dataset (prompt_id among them), without the prompt itself."""
-    return [name for name in rows.column_names if name not in RESERVED_COLUMNS and name != "prompt"]
+def _error(reply: Message) -> str | None:
+    """What is wrong with the only row of a reply."""
+    reason: str | None = reply["reason"] if "failed" in reply else reply["errors"].get("0")
+    return reason
 
 
 def _check_kwargs(config: FunctionReward, rows: pa.Table) -> None:
@@ -80,113 +183,3 @@ def _check_kwargs(config: FunctionReward, rows: pa.Table) -> None:
             raise UserError(f"reward {config.name}: kwargs: {key} is given to every reward function; use another name")
         if key in dataset_columns(rows):
             raise UserError(f"reward {config.name}: kwargs: {key} is a column of the dataset too; rename one")
-
-
-@dataclass(frozen=True)
-class _Call:
-    config: FunctionReward
-    function: Callable[..., Any]
-    rows: pa.Table
-    state: TrainerState
-
-    def start(self) -> Any:
-        try:
-            return self._call(self.rows)
-        except (Exception, SystemExit) as error:
-            raise self._raised(error) from error
-
-    async def finish(self, output: Any) -> Any:
-        if not inspect.isawaitable(output):
-            return output
-        try:
-            return await output
-        except (Exception, SystemExit) as error:
-            raise self._raised(error) from error
-
-    def _call(self, rows: pa.Table) -> Any:
-        logs = {"log_extra": self._log_extra, "log_metric": self._log_metric}
-        return self.function(**arguments(rows, self.state), **logs, **self.config.kwargs)
-
-    def _log_metric(self, name: str, value: float) -> None:
-        say(f"reward {self.config.name}: {name} = {value}")
-
-    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        say(f"reward {self.config.name}: log_extra: column {column} ({len(values)} values) is not stored")
-
-    def _raised(self, error: BaseException) -> UserError:
-        return UserError(
-            f"{self._title()} raised {type(error).__name__}: {error} "
-            f"({self._first_that_raises()}); mend the function. It is called with {', '.join(CALL_ARGUMENTS)} and the "
-            "columns of the dataset as keyword arguments, so it needs **kwargs for those it does not name"
-        )
-
-    def _first_that_raises(self) -> str:
-        for row in range(self.rows.num_rows):
-            try:
-                output = self._call(self.rows.slice(row, 1))
-                if inspect.isawaitable(output):
-                    _finish_alone(output)
-            except (Exception, SystemExit):
-                return f"at {self._place(row)}"
-        return f"called on {self.rows.num_rows} rows from {self._place(0)} on; on no row alone"
-
-    def _place(self, row: int) -> str:
-        prompt_id, sample = self.rows["prompt_id"][row].as_py(), self.rows["sample_index"][row].as_py()
-        return f"row {row + 1}, prompt_id {prompt_id}, sample_index {sample}"
-
-    def checked(self, output: Any) -> npt.NDArray[np.float64]:
-        """`scores_N`, float32 values held in float64, NaN for None; UserError for anything else."""
-        values = self._listed(output)
-        scores_N = np.array([self._number(value, row) for row, value in enumerate(values)], dtype=np.float64)
-        with np.errstate(over="ignore"):
-            scores_N = scores_N.astype(np.float32).astype(np.float64)
-        applies_N = np.array([value is not None for value in values], dtype=bool)
-        wrong = np.flatnonzero(applies_N & ~np.isfinite(scores_N))
-        if wrong.size:
-            row = int(wrong[0])
-            raise UserError(
-                f"{self._title()} returned {values[row]!r:.80} for {self._place(row)}, which is not finite in float32; "
-                "return a finite number, or None where it does not apply"
-            )
-        return scores_N
-
-    def _title(self) -> str:
-        return f"reward {self.config.name}: {self.config.function}"
-
-    def _listed(self, output: Any) -> list[Any]:
-        try:
-            values = list(output)
-        except TypeError as error:
-            raise UserError(
-                f"{self._title()} returned a {type(output).__name__}; it must return a list with one number for each "
-                "completion"
-            ) from error
-        if len(values) != self.rows.num_rows:
-            raise UserError(
-                f"{self._title()} returned {len(values)} values for {self.rows.num_rows} completions; it must return "
-                "one for each"
-            )
-        return values
-
-    def _number(self, value: Any, row: int) -> float:
-        if value is None:
-            return float("nan")
-        try:
-            if isinstance(value, str | bytes):
-                raise TypeError
-            return float(value)
-        except OverflowError:
-            return float("inf")
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{self._title()} returned {value!r} for {self._place(row)}; return a number, or None where it does "
-                "not apply"
-            ) from error
-
-
-def _finish_alone(output: Awaitable[Any]) -> Any:
-    async def wait() -> Any:
-        return await output
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, wait()).result()

@@ -1,6 +1,7 @@
-"""Rewards of an iteration's completions."""
+"""Rewards of completions: components scored one after another over all shards, then combined."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,16 @@ import pyarrow.compute as pc
 
 from rloo_pipeline.config import ExecutionConfig, RewardConfig
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.reward_config import FunctionReward, ModelReward
-from rloo_pipeline.rewards.combine import combine
-from rloo_pipeline.rewards.functions import TrainerState, score_functions
+from rloo_pipeline.reward_config import FunctionReward, JudgeReward, ModelReward
+from rloo_pipeline.rewards.call import TrainerState
+from rloo_pipeline.rewards.combine import combine, extras, reasons
+from rloo_pipeline.rewards.functions import open_functions
+from rloo_pipeline.rewards.kept import Kept, Shards
+from rloo_pipeline.rewards.scored import Score, Scored, applies_to, as_stored, place, settle, spread
 from rloo_pipeline.schema import KEY_NAMES, rewards_schema
+from rloo_pipeline.shards import Entry, write_shards
 
-NONE_APPLIES = "no reward applies: every component returned None"
+Finish = Callable[[int, pa.Table], pa.Table]
 
 
 def join_prompts(rollouts: pa.Table, prompts: pa.Table) -> pa.Table:
@@ -34,31 +39,120 @@ def join_prompts(rollouts: pa.Table, prompts: pa.Table) -> pa.Table:
     return rollouts
 
 
-def score(
-    configs: Sequence[RewardConfig], rows: pa.Table, root: Path, execution: ExecutionConfig, *, global_step: int
-) -> pa.Table:
-    """The rewards (schema.rewards_schema) of `rows`, completions joined with their prompts, in the order of `rows`.
+def score_shards(
+    configs: Sequence[RewardConfig],
+    shards: Shards,
+    work: Path,
+    root: Path,
+    state: TrainerState,
+    execution: ExecutionConfig,
+    *,
+    finish: Finish = lambda index, rewards: rewards,
+    schema: pa.Schema | None = None,
+) -> list[Entry]:
+    """Write the rewards (schema.rewards_schema) of every shard to `work`; `finish` makes the artifact's table of them.
 
-    `global_step` is the number of optimizer steps before the completions were sampled. Raises UserError for a
-    component that cannot be loaded, fails or gives anything but a finite number or None.
+    All functions are scored first, then each other component over all shards, so that one model at a time is in
+    memory and each is loaded once. The scores of all but the last stand beside `work`, so a killed stage goes on at
+    the first missing (component, shard). Raises UserError for a component that cannot be opened or that fails.
     """
-    by_function = [config for config in configs if isinstance(config, FunctionReward)]
-    scored = score_functions(by_function, rows, root, TrainerState(global_step)) if by_function else {}
-    for config in configs:
-        if isinstance(config, ModelReward):
-            from rloo_pipeline.rewards.model import score_model
+    schema = schema or rewards_schema([config.name for config in configs])
+    *earlier, last = parts(configs)
+    kept = Kept(work)
+    for number, part in enumerate(earlier):
+        with scorer(part, root, state, execution) as score:
+            kept.write(number, part, shards, score)
+    with scorer(last, root, state, execution) as score:
 
-            scored[config.name] = score_model(config, rows, root, execution.rewards_batch_tokens)
-    components = {config.name: scored[config.name] for config in configs}
+        def make(index: int) -> pa.Table:
+            rows = shards.rows(index)
+            scored = kept.read(earlier, index) | score(rows)
+            kept.note(index, scored)
+            return finish(index, rewards_table(configs, rows, scored)).select(schema.names)
+
+        return write_shards(work, shards.count, make, schema)
+
+
+def parts(configs: Sequence[RewardConfig]) -> list[list[RewardConfig]]:
+    """The components in the order of scoring; those in one list are scored together."""
+    functions: list[RewardConfig] = [config for config in configs if isinstance(config, FunctionReward)]
+    others: list[list[RewardConfig]] = [[config] for config in configs if not isinstance(config, FunctionReward)]
+    return [functions, *others] if functions else others
+
+
+@contextmanager
+def scorer(
+    part: Sequence[RewardConfig], root: Path, state: TrainerState, execution: ExecutionConfig
+) -> Iterator[Score]:
+    """What scores completions by the components of one part: settled, as float32 holds them.
+
+    A model is loaded, or a process started, when the first rows come: not at all if every shard is there already.
+    """
+    with ExitStack() as stack:
+        opened: list[Score] = []
+
+        def score(rows: pa.Table) -> dict[str, Scored]:
+            if not opened:
+                opened.append(stack.enter_context(_open(part, root, state, execution)))
+            scored = {name: as_stored(found) for name, found in opened[0](rows).items()}
+            return {config.name: settle(config, rows, scored[config.name]) for config in part}
+
+        yield score
+
+
+@contextmanager
+def _open(part: Sequence[RewardConfig], root: Path, state: TrainerState, execution: ExecutionConfig) -> Iterator[Score]:
+    functions = [config for config in part if isinstance(config, FunctionReward)]
+    if functions:
+        with open_functions(functions, root, state, execution) as score:
+            yield score
+        return
+    (config,) = part
+    with _open_other(config, root, execution) as score_rows:
+
+        def routed(rows: pa.Table) -> dict[str, Scored]:
+            which = applies_to(config, rows)
+            given = rows if which is None else rows.take(which)
+            found = score_rows(given) if given.num_rows else Scored(np.empty(0))
+            return {config.name: spread(found, which, rows.num_rows)}
+
+        yield routed
+
+
+def _open_other(
+    config: RewardConfig, root: Path, execution: ExecutionConfig
+) -> AbstractContextManager[Callable[[pa.Table], Scored]]:
+    if isinstance(config, ModelReward):
+        from rloo_pipeline.rewards.model import open_model
+
+        return open_model(config, root, execution)
+    if isinstance(config, JudgeReward):
+        from rloo_pipeline.rewards.judge import open_judge
+
+        return open_judge(config, root, execution)
+    assert not isinstance(config, FunctionReward)
+    from rloo_pipeline.rewards.service import open_service
+
+    return open_service(config, execution)
+
+
+def rewards_table(configs: Sequence[RewardConfig], rows: pa.Table, scored: Mapping[str, Scored]) -> pa.Table:
+    """The rewards (schema.rewards_schema) of `rows`; raises UserError for a sum that float32 cannot hold."""
+    reward_N = combine(configs, scored)
     with np.errstate(over="ignore"):
-        reward_N = combine(components, {config.name: config.weight for config in configs}).astype(np.float32)
-    if np.isinf(reward_N).any():
-        raise UserError("rewards: the weighted sum is not finite in float32; lower the weights")
+        stored_N = reward_N.astype(np.float32)
+    too_large = np.flatnonzero(np.isinf(stored_N))
+    if too_large.size:
+        row = int(too_large[0])
+        raise UserError(
+            f"rewards: the weighted sum of {place(rows, row)} is {reward_N[row]:g}, which float32 cannot hold; lower "
+            "the weights, or give the component a clip"
+        )
     columns = [rows[name] for name in KEY_NAMES]
-    columns += [_nullable(components[config.name]) for config in configs]
-    errors = pa.array([NONE_APPLIES if invalid else None for invalid in np.isnan(reward_N)], pa.string())
-    schema = rewards_schema([config.name for config in configs])
-    return pa.Table.from_arrays([*columns, _nullable(reward_N), errors], schema=schema)
+    columns += [_nullable(scored[config.name].scores_N) for config in configs]
+    columns += [_nullable(stored_N), pa.array(reasons(configs, scored, reward_N), pa.string())]
+    columns.append(pa.array(extras(configs, scored, rows.num_rows), pa.string()))
+    return pa.Table.from_arrays(columns, schema=rewards_schema([config.name for config in configs]))
 
 
 def _nullable(values_N: npt.NDArray[np.floating]) -> pa.Array:

@@ -11,7 +11,7 @@ from rloo_pipeline.errors import UserError
 from rloo_pipeline.guard import check_made_from, rewards_fingerprint
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.manifest import read_manifest
-from rloo_pipeline.objective.advantages import Advantages, compute
+from rloo_pipeline.objective.advantages import INVALID, Advantages, compute
 from rloo_pipeline.objective.kl import sequence_kl, token_kl
 from rloo_pipeline.objective.penalties import missing_eos_penalty, soft_overlong_penalty
 from rloo_pipeline.objective_config import AdvantagesConfig
@@ -153,9 +153,15 @@ def _table(table: pa.Table, computed: Advantages) -> pa.Table:
         "advantage": pa.array(computed.advantage_N),
         "in_baseline": pa.array(computed.in_baseline_N),
         "trained": pa.array(computed.trained_N),
-        "exclusion_reason": pa.array(computed.exclusion_reason_N, pa.string()),
+        "exclusion_reason": pa.array(_reasons(table, computed), pa.string()),
     }
     return pa.table(columns)
+
+
+def _reasons(table: pa.Table, computed: Advantages) -> list[str | None]:
+    """Why rows are not trained on; of an invalid one, what its reward_error says too."""
+    pairs = zip(computed.exclusion_reason_N, table["reward_error"].to_pylist(), strict=True)
+    return [f"{reason}: {error}" if reason == INVALID and error else reason for reason, error in pairs]
 
 
 def describe(record: Record, table: pa.Table, computed: Advantages, config: AdvantagesConfig, state: State) -> None:

@@ -1,13 +1,14 @@
 """Evaluate: n samples of each held-out prompt, scored, and compared with the initial policy's."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from rloo_pipeline.config import EvaluateConfig, RewardConfig
+from rloo_pipeline.data.images import Encoded
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL, Layout
 from rloo_pipeline.manifest import read_manifest
@@ -16,8 +17,10 @@ from rloo_pipeline.objective.statistics import bootstrap_interval, pass_at_k, pr
 from rloo_pipeline.policy.handle import Policy, open_policy
 from rloo_pipeline.policy.load import pass_conditions
 from rloo_pipeline.policy.logprobs import Scorer
-from rloo_pipeline.progress import progress, say
-from rloo_pipeline.rewards.score import join_prompts, score
+from rloo_pipeline.progress import say
+from rloo_pipeline.rewards.call import TrainerState
+from rloo_pipeline.rewards.kept import Kept, Shards
+from rloo_pipeline.rewards.score import join_prompts, score_shards
 from rloo_pipeline.schema import KEY_NAMES, evaluation_schema
 from rloo_pipeline.seeds import derive
 from rloo_pipeline.shards import Entry, read_shards, read_table, write_shards, write_shards_manifest
@@ -50,7 +53,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     sampling_record = Record(context, "evaluate", inputs, {"sampling": sampling})
     sampled = sampling_record.work
     files = [file for file, _, _ in sampler.write(sampled / "shards", lambda table: table, COLUMNS)]
-    _score_reference(context, config, sampled, files, policy, reference)
+    _score_reference(context, config, sampled, files, policy, reference, prompts.images)
 
     settings = {
         "evaluate": config.model_dump(mode="json"),
@@ -64,7 +67,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     describe(record, table, sampler)
     budgets = {"logprobs_batch_tokens": context.execution.logprobs_batch_tokens}
     record.notes["execution"] = pass_conditions(**budgets, **reward_shapes(context, rewards))
-    record.metrics |= reward_metrics(table, [item.name for item in rewards])
+    record.metrics |= reward_metrics(table, rewards, Kept(record.work).counted())
     record.metrics |= quality(table, _opponent(context, table), config, context.seed)
     record.finish({record.work: layout.evaluation(iteration)}, output, keep=sampled)
 
@@ -80,10 +83,17 @@ def _write_nothing(context: Context, config: EvaluateConfig, rewards: Sequence[R
 
 
 def _score_reference(
-    context: Context, config: EvaluateConfig, sampled: Path, files: Sequence[str], policy: Policy, reference: Policy
+    context: Context,
+    config: EvaluateConfig,
+    sampled: Path,
+    files: Sequence[str],
+    policy: Policy,
+    reference: Policy,
+    images: Mapping[str, Encoded] | None,
 ) -> None:
     """KL of each completion to the reference, in shards beside the sampled ones; 0 without a pass for equal weights."""
-    scorer = Scorer(reference, config.dtype, config.temperature, context.execution.logprobs_batch_tokens, "reference")
+    budget = context.execution.logprobs_batch_tokens
+    scorer = Scorer(reference, config.dtype, config.temperature, budget, "reference", images)
 
     def make(index: int) -> pa.Table:
         table, _ = read_table(sampled / "shards" / files[index])
@@ -110,19 +120,21 @@ def _score_rewards(
     files: Sequence[str],
 ) -> list[Entry]:
     schema = evaluation_schema([item.name for item in rewards])
-    with progress("scoring, rewards", len(files), "shards") as done:
 
-        def make(index: int) -> pa.Table:
-            table, _ = read_table(sampled / "shards" / files[index])
-            kl, _ = read_table(sampled / "kl" / files[index])
-            rows = join_prompts(table, held_out)
-            scored = score(rewards, rows, context.layout.root, context.execution, global_step=context.number)
-            done.advance()
-            columns = {name: table[name] for name in table.column_names}
-            columns |= {name: scored[name] for name in scored.column_names if name not in KEY_NAMES}
-            return pa.table({**columns, "kl": kl["kl"]}).select(schema.names)
+    def rows(index: int) -> pa.Table:
+        return join_prompts(read_table(sampled / "shards" / files[index])[0], held_out)
 
-        return write_shards(work, len(files), make, schema)
+    def finish(index: int, scored: pa.Table) -> pa.Table:
+        table, _ = read_table(sampled / "shards" / files[index])
+        kl, _ = read_table(sampled / "kl" / files[index])
+        columns = {name: table[name] for name in table.column_names}
+        columns |= {name: scored[name] for name in scored.column_names if name not in KEY_NAMES}
+        return pa.table({**columns, "kl": kl["kl"]})
+
+    shards, state = Shards(len(files), rows), TrainerState(context.number)
+    return score_shards(
+        rewards, shards, work, context.layout.root, state, context.execution, finish=finish, schema=schema
+    )
 
 
 def _initial_fingerprint(layout: Layout) -> str:

@@ -3,13 +3,15 @@
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from rloo_pipeline import fingerprint
+from rloo_pipeline.data.images import read_images
 from rloo_pipeline.disk import check_space, refusals_told
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.guard import check_advantages, check_on_policy, check_rows_on_policy, names_of
@@ -19,6 +21,7 @@ from rloo_pipeline.objective_config import UpdateConfig
 from rloo_pipeline.policy import trainer_state
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import Policy, open_policy
+from rloo_pipeline.policy.images import RowImages, open_vision, row_images
 from rloo_pipeline.policy.load import load_model, pass_conditions
 from rloo_pipeline.policy.logprobs import check_head
 from rloo_pipeline.policy.step import KlTerm, Rows, make_optimizer
@@ -59,7 +62,9 @@ def run(context: Context, config: UpdateConfig) -> None:
     advantages_table = read_shards(layout.advantages(iteration))
     rollouts_table = read_shards(layout.rollouts(iteration))
     check_rows_on_policy(rollouts_table, policy.fingerprint, iteration, context.link.previous)
-    rows = trained_rows(rollouts_table, advantages_table, logprobs_table)
+    images = read_images(layout.rollouts(iteration), rollouts["facts"])
+    seen = None if images is None else partial(row_images, open_vision(policy), images)
+    rows = trained_rows(rollouts_table, advantages_table, logprobs_table, seen)
     shutil.rmtree(record.work.parent, ignore_errors=True)
     carried = advantages["facts"].get("carried")
     if len(rows):
@@ -91,7 +96,7 @@ def _learn(
     sampling: the facts of the rollouts' manifest.
     """
     context, execution = record.context, record.context.execution
-    model = _trainable(policy, execution.gradient_checkpointing)
+    model = _trainable(policy, execution.gradient_checkpointing, images=rows.images_N is not None)
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters, config)
     step = trainer_state.restore(optimizer, parameters, context.layout.trainer_state(context.link.previous))
@@ -116,7 +121,8 @@ def _keep(record: Record, policy: Policy, advantages: pa.Table, carried: Mapping
     reward comes from a reward that is broken.
     """
     context = record.context
-    reasons = Counter(advantages["exclusion_reason"].to_pylist())
+    told = advantages["exclusion_reason"].to_pylist()
+    reasons = Counter(INVALID if reason.startswith(INVALID) else reason for reason in told)
     if set(reasons) == {INVALID}:
         raise UserError(
             f"no completion of iteration {context.iteration} has a valid reward, so there is nothing to train on; the "
@@ -135,8 +141,16 @@ def _keep(record: Record, policy: Policy, advantages: pa.Table, carried: Mapping
     record.metrics |= {**nothing, "step": step, "skipped": 1}
 
 
-def trained_rows(rollouts: pa.Table, advantages: pa.Table, logprobs: pa.Table | None = None) -> Rows:
-    """The rows that count in the loss, joined by key, with the reference's log-probs of `logprobs` if it is given."""
+def trained_rows(
+    rollouts: pa.Table,
+    advantages: pa.Table,
+    logprobs: pa.Table | None = None,
+    seen: Callable[[pa.Table], RowImages] | None = None,
+) -> Rows:
+    """The rows that count in the loss, joined by key, with the reference's log-probs of `logprobs` if it is given.
+
+    seen: gives the images of a table's rows, if the policy is given any.
+    """
     table = join(rollouts, advantages)
     if logprobs is not None:
         table = join(table, logprobs)
@@ -148,6 +162,7 @@ def trained_rows(rollouts: pa.Table, advantages: pa.Table, logprobs: pa.Table | 
         table["advantage"].to_numpy(),
         reference_logprobs_N=None if logprobs is None else rows_of(table, "reference_logprobs"),
         names_N=names_of(table),
+        images_N=None if seen is None else seen(table),
     )
 
 
@@ -155,8 +170,8 @@ def _kl_term(facts: Mapping[str, Any]) -> KlTerm | None:
     return KlTerm(**facts["kl_in_loss"]) if "kl_in_loss" in facts else None
 
 
-def _trainable(policy: Policy, checkpointing: bool) -> "PreTrainedModel":
-    model = load_model(policy.model, "float32", trust_remote_code=policy.trust_remote_code)
+def _trainable(policy: Policy, checkpointing: bool, *, images: bool) -> "PreTrainedModel":
+    model = load_model(policy.model, "float32", trust_remote_code=policy.trust_remote_code, images=images)
     policy.check_unchanged()
     check_head(model)
     if checkpointing:

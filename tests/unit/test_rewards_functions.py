@@ -1,186 +1,219 @@
-"""Reward functions: what they are called with and what they may return."""
+"""Reward functions in the processes that they run in: together, one after another, killed and called again."""
 
-import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 
-from rloo_pipeline.data.prompts import MESSAGES
+from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.reward_config import FunctionReward
-from rloo_pipeline.rewards.functions import TrainerState, score_functions
+from rloo_pipeline.rewards.call import TrainerState
+from rloo_pipeline.rewards.functions import open_functions
+from rloo_pipeline.rewards.scored import Scored, settle
+from tests.unit.test_rewards_call import rows
 
 STATE = TrainerState(global_step=3)
-SEEN = "SEEN = []\ndef f(**kwargs):\n    SEEN.append(kwargs)\n    return [0.0] * len(kwargs['prompts'])\n"
+TWO = ExecutionConfig(reward_workers=2)
 
 
-def rows(conversational: bool = False, **columns: Any) -> pa.Table:
-    """Two completions of each of two prompts, joined with their dataset columns."""
-    prompts: list[Any] = ["p", "p", "q", "q"]
-    if conversational:
-        prompts = [[{"role": "user", "content": text}] for text in prompts]
-    return pa.table(
-        {
-            "iteration": pa.array([4] * 4, pa.int32()),
-            "prompt_id": ["x", "x", "y", "y"],
-            "sample_index": pa.array([0, 1, 0, 1], pa.int32()),
-            "prompt_text": ["<p>", "<p>", "<q>", "<q>"],
-            "completion_text": ["a", "b", "c", "d"],
-            "completion_token_ids": pa.array([[1, 2], [3], [4], [5, 6]], pa.list_(pa.int32())),
-            "seed": [1, 2, 3, 4],
-            "prompt": pa.array(prompts, MESSAGES if conversational else pa.string()),
-            "answer": ["a", "a", "d", "d"],
-            **columns,
-        }
-    )
+def component(name: str, **settings: Any) -> FunctionReward:
+    return FunctionReward(name=name, function=f"reward.py:{name}", **settings)
 
 
-def run(root: Path, code: str, table: pa.Table | None = None, **kwargs: Any) -> list[Any]:
-    """Scores of `f` in `code`, with None for NaN."""
+def run(root: Path, code: str, *configs: FunctionReward, table: pa.Table | None = None) -> dict[str, Scored]:
+    """What the functions in `code` give for the four rows."""
     (root / "reward.py").write_text(code)
-    config = FunctionReward(name="mine", function="reward.py:f", kwargs=kwargs)
-    scores_N = score_functions([config], rows() if table is None else table, root, STATE)["mine"]
-    assert scores_N.dtype == np.float64
-    return [None if np.isnan(value) else value for value in scores_N]
+    with open_functions(configs, root, STATE, TWO) as score:
+        return score(rows() if table is None else table)
 
 
-def arguments(root: Path, table: pa.Table, **kwargs: Any) -> dict[str, Any]:
-    (root / "reward.py").write_text("def f(seen, **kwargs):\n    seen.append(kwargs)\n    return [0] * 4\n")
-    seen: list[dict[str, Any]] = []
-    config = FunctionReward.model_construct(name="mine", function="reward.py:f", kwargs={"seen": seen, **kwargs})
-    score_functions([config], table, root, STATE)
-    return seen[0]
+def values(scored: Scored) -> list[float | None]:
+    """Scores with None for NaN."""
+    assert scored.scores_N.dtype == np.float64
+    return [None if np.isnan(value) else value for value in scored.scores_N]
 
 
-def test_arguments_for_strings(tmp_path: Path) -> None:
-    given = arguments(tmp_path, rows(), strict=True)
-    logs = [given.pop("log_extra"), given.pop("log_metric")]
-    assert all(map(callable, logs))
-    assert given == {
-        "prompts": ["p", "p", "q", "q"],
-        "completions": ["a", "b", "c", "d"],
-        "completion_ids": [[1, 2], [3], [4], [5, 6]],
-        "prompt_id": ["x", "x", "y", "y"],
-        "answer": ["a", "a", "d", "d"],
-        "trainer_state": STATE,
-        "strict": True,
+def test_functions_of_every_kind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import json, signal, sys, threading\n"
+        "from pathlib import Path\n"
+        "print('loaded', __name__)\n"
+        "READ = []\n"
+        "def spoil(completions, completion_ids, answer, **kwargs):\n"
+        "    del kwargs['log_extra'], kwargs['log_metric']\n"
+        "    READ.append([*completions, completion_ids[0], *answer, kwargs['trainer_state'].global_step])\n"
+        "    completions.clear()\n"
+        "    return [0] * 4\n"
+        "def after(completions, strict, **kwargs):\n"
+        "    sys.stdout.write('a word of its own')\n"
+        "    assert READ == [['a', 'b', 'c', 'd', [1, 2], 'a', 'a', 'd', 'd', 3]], READ\n"
+        "    return [len(c) if strict else None for c in completions]\n"
+        "def alarm(completions, **kwargs):\n"
+        "    signal.alarm(100); signal.alarm(0)  # in the main thread alone\n"
+        "    return [None, 0.1, 0, True]\n"
+        "class Counter:\n"
+        "    async def __call__(self, completions, **kwargs):\n"
+        "        return [2.0] * 4\n"
+        "counter = Counter()\n"
+    )
+    configs = [component("spoil"), component("after", kwargs={"strict": True}), component("alarm"), component("counter")]
+    scored = run(tmp_path, code, *configs)
+    assert {name: values(found) for name, found in scored.items()} == {
+        "spoil": [0.0] * 4,
+        "after": [1.0] * 4,
+        "alarm": [None, 0.1, 0.0, 1.0],
+        "counter": [2.0] * 4,
     }
+    assert not any(found.errors for found in scored.values())
+    written = capfd.readouterr()
+    assert written.out == ""
+    assert written.err.count("loaded") == 1
+    assert "a word of its own" in written.err
 
 
-def test_arguments_for_messages(tmp_path: Path) -> None:
-    given = arguments(tmp_path, rows(conversational=True))
-    assert given["prompts"] == [[{"role": "user", "content": text}] for text in "ppqq"]
-    assert given["completions"] == [[{"role": "assistant", "content": text}] for text in "abcd"]
-
-
-def test_functions_cannot_change_what_the_next_one_sees(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def spoil(completions, **kwargs):\n    completions.clear()\n    return [0] * 4\n"
-        "def length(completions, **kwargs):\n    return [len(c) for c in completions]\n"
-    )
-    configs = [FunctionReward(name=name, function=f"reward.py:{name}") for name in ("spoil", "length")]
-    assert score_functions(configs, rows(), tmp_path, STATE)["length"].tolist() == [1.0] * 4
-
-
-@pytest.mark.parametrize("define", ["def", "async def"])
-def test_none_does_not_apply(tmp_path: Path, define: str) -> None:
-    code = f"{define} f(completions, answer, **kwargs):\n    return [1.0, None, 0, True]\n"
-    assert run(tmp_path, code) == [1.0, None, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("value", ["numpy.array([1, 2, 3, 4])", "tuple(numpy.float32(i) for i in (1, 2, 3, 4))"])
-def test_arrays_and_numpy_numbers(tmp_path: Path, value: str) -> None:
-    assert run(tmp_path, f"import numpy\ndef f(**kwargs):\n    return {value}\n") == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_tensors(tmp_path: Path) -> None:
-    code = "import torch\ndef f(**kwargs):\n    return torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)\n"
-    assert run(tmp_path, code) == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_scores_are_what_float32_stores(tmp_path: Path) -> None:
-    assert run(tmp_path, "def f(**kwargs):\n    return [0.1] * 4\n") == [float(np.float32(0.1))] * 4
-
-
-def test_callable_object(tmp_path: Path) -> None:
-    code = "class F:\n    async def __call__(self, completions, **kwargs):\n        return [2.0] * 4\nf = F()\n"
-    assert run(tmp_path, code) == [2.0] * 4
-
-
-def test_async_functions_overlap(tmp_path: Path) -> None:
-    # Each waits for the other, so one after the other would never end.
-    (tmp_path / "reward.py").write_text(
-        "import asyncio\n"
-        "HERE = []\n"
+def test_functions_overlap(tmp_path: Path) -> None:
+    """The async ones wait for each other, and the sync one for both, so one after another would never end."""
+    code = (
+        "import asyncio, threading\n"
+        "BOTH, DONE = asyncio.Barrier(2), threading.Event()\n"
         "async def first(**kwargs):\n"
-        "    HERE.append(1)\n"
-        "    await asyncio.wait_for(both(), 20)\n"
+        "    await BOTH.wait()\n"
+        "    DONE.set()\n"
         "    return [1] * 4\n"
-        "second = first\n"
-        "async def both():\n"
-        "    while len(HERE) < 2:\n"
-        "        await asyncio.sleep(0.01)\n"
+        "async def second(**kwargs):\n"
+        "    await BOTH.wait()\n"
+        "    return [2] * 4\n"
+        "def sync(**kwargs):\n"
+        "    return [DONE.wait(60)] * 4\n"
     )
-    configs = [FunctionReward(name=name, function=f"reward.py:{name}") for name in ("first", "second")]
-    scores = score_functions(configs, rows(), tmp_path, STATE)
-    assert [values.tolist() for values in scores.values()] == [[1.0] * 4] * 2
+    scored = run(tmp_path, code, component("sync"), component("first"), component("second"))
+    assert {name: values(found)[0] for name, found in scored.items()} == {"sync": 1.0, "first": 1.0, "second": 2.0}
 
 
-def test_inside_a_running_event_loop(tmp_path: Path) -> None:
-    async def notebook() -> list[Any]:
-        return run(tmp_path, "async def f(**kwargs):\n    return [1] * 4\n")
-
-    assert asyncio.run(notebook()) == [1.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ("[1.0, 2.0]", "reward.py:f returned 2 values for 4 completions; it must return one for each"),
-        ("[]", "returned 0 values for 4 completions"),
-        ("1.0", "returned a float; it must return a list with one number for each completion"),
-        ("None", "returned a NoneType; it must return a list"),
-        ("'1234'", "returned '1' for row 1"),
-        ("[1, 2, '3', 4]", "returned '3' for row 3, prompt_id y, sample_index 0; return a number, or None"),
-        ("[1, [2], 3, 4]", r"returned \[2\] for row 2, prompt_id x, sample_index 1; return a number"),
-        ("[1, 1j, 3, 4]", "returned 1j for row 2"),
-        ("[1, 2, 3, float('nan')]", "returned nan for row 4, prompt_id y, sample_index 1, which is not finite"),
-        ("[1, float('-inf'), 3, 4]", "returned -inf for row 2, .* not finite in float32"),
-        ("[1, 1e39, 3, 4]", r"returned 1e\+39 for row 2, .* not finite in float32"),
-        ("[1, 10**400, 3, 4]", "for row 2, .* not finite in float32"),
-    ],
+ENDS = {
+    "raises": ("raise ValueError(completions)", r"reward.py:f raised ValueError: \['b'\]"),
+    "hangs": ("re.match('(a+)+$', 'a' * 99 + 'b')", "reward.py:f took longer than 1 s and was stopped"),
+    "segfaults": ("ctypes.string_at(0)", r"reward.py:f ended its process \(signal SIGSEGV\)"),
+    "exits": ("os._exit(3)", r"reward.py:f ended its process \(exit status 3\)"),
+    "returns too much": ("return [0] * (len(completions) + 1)", "reward.py:f returned 2 values for 1 completions"),
+}
+HANGING = (
+    "import ctypes, os, re, time\n"
+    "def f(completions, **kwargs):\n"
+    "    if 'b' in completions:\n        {}\n"
+    "    return [ord(c) for c in completions]\n"
+    "CALLS = []\n"
+    "def g(completions, **kwargs):\n"
+    "    open(f'{{completions}}-{{time.monotonic()}}', 'w').close()\n"
+    "    return [1] * 4\n"
+    "async def h(completions, **kwargs):\n"
+    "    return [2] * 4\n"
 )
-@pytest.mark.parametrize("define", ["def", "async def"])
-def test_bad_values(tmp_path: Path, define: str, returned: str, message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        run(tmp_path, f"{define} f(**kwargs):\n    return {returned}\n")
-    assert str(caught.value).startswith("reward mine: reward.py:f")
 
 
-@pytest.mark.parametrize("define", ["def", "async def"])
-def test_a_function_that_raises(tmp_path: Path, define: str) -> None:
-    code = f"{define} f(completions, **kwargs):\n    return [{{'a': 1, 'b': 2, 'd': 3}}[c] for c in completions]\n"
+@pytest.mark.parametrize("end", ENDS)
+def test_hanging_reward(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    statement, reason = ENDS[end]
+    configs = [component("g"), component("f", on_error="invalid", time_limit=1.0), component("h")]
+    scored = run(tmp_path, HANGING.format(statement), *configs)
+    assert values(scored["f"]) == [97.0, None, 99.0, 100.0]
+    assert list(scored["f"].errors) == [1]
+    assert re.match(reason, scored["f"].errors[1])
+    assert values(scored["g"]) == [1.0] * 4
+    assert values(scored["h"]) == [2.0] * 4
+    assert len(list(tmp_path.glob("*-*"))) == 1  # what had finished is not called again
+
+
+def test_hanging_reward_that_must_not_fail(tmp_path: Path) -> None:
+    code = HANGING.format("raise ValueError('no')")
+    config = component("f")
+    scored = run(tmp_path, code, config)["f"]
     message = (
-        r"reward mine: reward.py:f raised KeyError: 'c' \(at row 3, prompt_id y, sample_index 0\); mend the function"
+        r"reward f: reward.py:f raised ValueError: no \(row 2, prompt_id x, sample_index 1, completion 'b'\); mend it, "
+        "or leave such rows out with on_error: invalid"
     )
     with pytest.raises(UserError, match=message):
-        run(tmp_path, code)
+        settle(config, rows(), scored)
 
 
-def test_a_function_that_raises_on_the_whole_alone(tmp_path: Path) -> None:
-    code = "def f(completions, **kwargs):\n    assert len(completions) < 4, 'too many'\n    return [0]\n"
-    with pytest.raises(
-        UserError, match=r"AssertionError: too many \(called on 4 rows from row 1, prompt_id x.* no row"
-    ):
-        run(tmp_path, code)
+BATCH = "def f(completions, **kwargs):\n    assert len(completions) < 4, 'too many'\n    return [1]\n"
 
 
-def test_a_function_without_kwargs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"raised TypeError: .*unexpected keyword argument.*needs \*\*kwargs"):
-        run(tmp_path, "def f(completions):\n    return [0] * 4\n")
+def test_a_batch_that_fails_though_no_row_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = "reward f: reward.py:f raised AssertionError: too many on 4 rows together, but on none of them alone"
+    with pytest.raises(UserError, match=rf"{problem}; mend the function \(or .*With on_error: invalid"):
+        run(tmp_path, BATCH, component("f"))
+    assert values(run(tmp_path, BATCH, component("f", on_error="invalid"))["f"]) == [1.0] * 4
+    assert f"{problem}: the scores of the single rows are taken" in capsys.readouterr().err
+
+
+def test_single_values_that_are_no_numbers_need_no_second_call(tmp_path: Path) -> None:
+    code = "N = []\ndef f(**kwargs):\n    N.append(1)\n    return [len(N), float('nan'), '7', None]\n"
+    scored = run(tmp_path, code, component("f"))["f"]
+    assert values(scored) == [1.0, None, None, None]
+    assert sorted(scored.errors) == [1, 2]
+    assert scored.errors[1] == "reward.py:f returned nan, which is not finite; return None where it does not apply"
+
+
+def test_async_functions_that_crash_or_block(tmp_path: Path) -> None:
+    """Which of two is to blame is found out by calling each alone."""
+    code = (
+        "import asyncio, os, time\n"
+        "async def crash(completions, **kwargs):\n"
+        "    await asyncio.sleep(0.1)\n"
+        "    os._exit(3) if 'd' in completions else None\n"
+        "    return [1] * len(completions)\n"
+        "async def fine(completions, **kwargs):\n"
+        "    await asyncio.sleep(0.3)\n"
+        "    return [2 * (len(completions) == 4)] * len(completions)\n"
+    )
+    scored = run(tmp_path, code, component("fine"), component("crash", on_error="invalid"))
+    assert values(scored["crash"]) == [1.0, 1.0, 1.0, None]
+    assert values(scored["fine"]) == [2.0] * 4
+
+
+def test_what_functions_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "def f(completions, log_metric, log_extra, **kwargs):\n"
+        "    log_metric('size', len(completions))\n"
+        "    log_extra('found', [c.upper() for c in completions])\n"
+        "    log_extra('one', [1, 2, 3])\n"
+        "    return [1 / (c != 'c') for c in completions]\n"
+        "async def g(completions, log_metric, **kwargs):\n"
+        "    log_metric('size', 10)\n"
+        "    return [0] * 4\n"
+    )
+    scored = run(tmp_path, code, component("f", on_error="invalid"), component("g"))
+    # Row by row after the batch failed; the row that fails logs nothing.
+    assert scored["f"].logged == {"size": (3.0, 3)}
+    assert scored["f"].extra == {0: {"found": "A"}, 1: {"found": "B"}, 3: {"found": "D"}}
+    assert scored["g"].logged == {"size": (40.0, 4)}
+    assert capsys.readouterr().err.count("log_extra: column one has 3 values for 1 completions and is not kept") == 1
+
+
+def test_tasks(tmp_path: Path) -> None:
+    code = "def f(completions, **kwargs):\n    return [ord(c) for c in completions]\n" + (
+        "def g(**kwargs):\n    raise SystemExit\ndef h(completions, **kwargs):\n    return [ord(c) for c in 'b' + 'q']\n"
+    )
+    table = rows().append_column("task", pa.array(["math", "code", "math", "chat"]))
+    configs = [component("f", tasks=["math", "chat"]), component("g", tasks=["none"]), component("h", tasks=["math"])]
+    scored = run(tmp_path, code, *configs, table=table)
+    assert values(scored["f"]) == [97.0, None, 99.0, 100.0]
+    assert values(scored["g"]) == [None] * 4
+    assert values(scored["h"]) == [98.0, None, 113.0, None]
+    with pytest.raises(UserError, match="reward f: tasks is math, chat, but the prompts have no column task; add it"):
+        run(tmp_path, code, configs[0])
 
 
 @pytest.mark.parametrize(
@@ -191,15 +224,61 @@ def test_a_function_without_kwargs(tmp_path: Path) -> None:
     ],
 )
 def test_kwargs_that_collide(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"reward mine: {message}"):
-        run(tmp_path, SEEN, **kwargs)
+    with pytest.raises(UserError, match=f"reward f: {message}"):
+        run(tmp_path, BATCH, component("f", kwargs=kwargs))
 
 
-def test_what_a_function_logs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "def f(log_metric, log_extra, **kwargs):\n    log_metric('right', 0.5)\n    log_extra('found', ['a'] * 4)\n"
-    run(tmp_path, code + "    return [0] * 4\n")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "reward mine: right = 0.5",
-        "reward mine: log_extra: column found (4 values) is not stored",
-    ]
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import no_such_module", r"reward.py:f: .*reward.py could not be loaded: ModuleNotFoundError.*mend the file"),
+        ("import os; os._exit(4)", r"the process ended \(exit status 4\) while it imported reward.py:f"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(tmp_path: Path, code: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, code, component("f"))
+
+
+HOLDS = (
+    "import os, re, subprocess, time\n"
+    "def f(**kwargs):\n"
+    "    child = subprocess.Popen(['sleep', '1000'])\n"
+    "    open('pids.tmp', 'w').write(f'{os.getpid()} {os.getppid()} {child.pid}')\n"
+    "    os.rename('pids.tmp', 'pids')\n"
+    "    re.match('(a+)+$', 'a' * 99 + 'b')  # keeps the interpreter's lock\n"
+)
+
+
+def gone(folder: Path) -> bool:
+    """Whether all processes end that the function told of."""
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not [each for each in psutil.wait_procs(left, timeout=20)[1] if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_what_a_hanging_function_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = rows().slice(0, 1)
+    scored = run(tmp_path, HOLDS, component("f", time_limit=1.0), table=table)["f"]
+    assert list(scored.errors) == [0]
+    assert gone(tmp_path)
+
+
+def test_nothing_lives_on_when_the_stage_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(HOLDS)
+    code = (
+        "from pathlib import Path\n"
+        "from tests.unit.test_rewards_functions import *\n"
+        "with open_functions([component('f')], Path(), STATE, TWO) as score:\n"
+        "    score(rows())\n"
+    )
+    repository = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(repository)}
+    stage = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env)
+    while not (tmp_path / "pids").exists():
+        assert stage.poll() is None
+        time.sleep(0.05)
+    stage.send_signal(signal.SIGKILL)
+    stage.wait()
+    assert gone(tmp_path)
