@@ -17,18 +17,19 @@ PROJECT = Path(str(resources.files("rloo_pipeline"))) / "project"
 MAY_BE_THERE = {".git", ".venv"}  # a fresh repository and the environment that the package was installed into
 SHOWN = 5
 SOURCES = "Records of the files that params.yaml lists under sources are kept in this folder.\n"
-OF_DVC = "/config.local\n/tmp\n/cache\n"  # what `dvc init` keeps out of git
+TEMPLATES = {
+    "dvc.yaml": "dvc.yaml",
+    "gitignore": ".gitignore",
+    "dvcignore": ".dvcignore",
+    "dvc_config": ".dvc/config",
+    "dvc_gitignore": ".dvc/.gitignore",
+}
 
 
 def examples() -> dict[str, str]:
     """Names of the examples, each with what the first line of its README says it is."""
     folders = sorted(path.parent for path in EXAMPLES.glob("*/params.yaml"))
     return {folder.name: _title(folder / "README.md").removeprefix(f"{folder.name}: ") for folder in folders}
-
-
-def files_of(folder: Path) -> list[Path]:
-    """What an example consists of; Python's cached bytecode does not belong to it."""
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name != "__pycache__"]
 
 
 def start(target: Path, example: str | None) -> None:
@@ -71,16 +72,13 @@ def _check_free(target: Path) -> None:
 
 
 def _fill(work: Path, source: Path) -> None:
-    for path in files_of(source):
-        copy = work / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-    for name in ("dvc.yaml", "gitignore", "dvcignore"):
-        shutil.copyfile(PROJECT / name, work / (name if name == "dvc.yaml" else f".{name}"))
-    dvc = work / ".dvc"
-    dvc.mkdir()
-    shutil.copyfile(PROJECT / "dvc_config", dvc / "config")
-    (dvc / ".gitignore").write_text(OF_DVC, encoding="utf-8")
+    for path in source.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, work / path.name)
+    (work / ".dvc").mkdir()
+    for name, place in TEMPLATES.items():
+        with (work / place).open("ab") as file:  # an example may have a .gitignore of its own, which goes first
+            file.write((PROJECT / name).read_bytes())
     for used_by in get_args(SourceConfig.model_fields["used_by"].annotation):
         folder = work / "sources" / used_by
         folder.mkdir(parents=True)

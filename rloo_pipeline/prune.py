@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rloo_pipeline import algorithms
 from rloo_pipeline.cache import open_repo
 from rloo_pipeline.config import load_params
 from rloo_pipeline.disk import GIB
@@ -24,6 +25,8 @@ def run(layout: Layout, rule: Rule, *, dry_run: bool) -> None:
     params = load_params(layout.params)
     repo = open_repo(layout.root)
     with exclusive(layout, "prune"), _dvc_at_rest(repo):
+        if algorithms.followed(layout.root):  # else a stage that a new package would run might seem up to date
+            algorithms.refresh(layout.root)
         stages = _stages(repo)
         plan = make_plan(layout, params, repo, stages, rule)
         replay = replayable(stages, [path.resolve() for path in plan.folders])
