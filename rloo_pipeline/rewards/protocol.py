@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rloo_pipeline.rewards.functions import dataset_columns
+from rloo_pipeline.rewards.call import dataset_columns
 from rloo_pipeline.rewards.scored import Scored
 from rloo_pipeline.tracking.secrets import without
 
