@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -247,10 +247,13 @@ class Params(Section):
         return self
 
 
-def _explain(error: ValidationError, path: Path) -> str:
+def _explain(error: ValidationError, values: Mapping[str, Any], path: Path) -> str:
     lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "the file as a whole"
+    errors = error.errors()
+    for item in errors:
+        if item["type"] == "too_short" and any(_below(other["loc"], item["loc"]) for other in errors):
+            continue  # pydantic does not count the wrong items of a list
+        where = ".".join(_parts(item["loc"], values)) or "the file as a whole"
         if item["loc"][:1] == ("rewards",):
             where = ".".join(str(part) for part in item["loc"] if part not in KINDS or part == item["loc"][-1])
         if item["type"] == "extra_forbidden":
@@ -264,12 +267,26 @@ def _explain(error: ValidationError, path: Path) -> str:
     return "\n".join(lines)
 
 
+def _below(location: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
+    return len(location) > len(other) and location[: len(other)] == other
+
+
+def _parts(location: Sequence[int | str], values: Any) -> Iterator[str]:
+    """The parts of a location, without the number of a dataset that stands alone where a list may stand."""
+    for part in location:
+        if isinstance(part, int) and isinstance(values, Mapping):
+            continue
+        yield str(part)
+        within = isinstance(part, int) if isinstance(values, list) else isinstance(values, Mapping) and part in values
+        values = values[part] if within else None
+
+
 def parse_params(values: Mapping[str, Any], path: Path = Path("params.yaml")) -> Params:
     """Check the parsed YAML; raises UserError that names each wrong key."""
     try:
         return Params.model_validate(values)
     except ValidationError as error:
-        raise UserError(_explain(error, path)) from error
+        raise UserError(_explain(error, values, path)) from error
 
 
 def load_params(path: Path) -> Params:

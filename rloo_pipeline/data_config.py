@@ -1,7 +1,8 @@
 """Where rows come from: prompts, and preference pairs for reward models."""
 
+from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,12 +29,25 @@ class TableConfig(Section):
     columns: dict[str, str] = Field(
         default_factory=dict, description="New name of a column to the name that it has in the dataset."
     )
-    where: dict[str, Scalar | Annotated[list[Scalar], Field(min_length=1)]] = Field(
+    where: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict, description="Column to the value, or the list of values, of the rows that are kept."
     )
     filter: str | None = Field(
         default=None, description="path/file.py:callable or module:callable: keeps the rows (dicts) it is true of."
     )
+
+    @field_validator("where", mode="before")
+    @classmethod
+    def _comparable(cls, value: Any) -> Any:
+        for name, wanted in value.items() if isinstance(value, dict) else ():
+            values = wanted if isinstance(wanted, list) else [wanted]
+            plain = all(isinstance(item, Scalar) and (not isinstance(item, float) or isfinite(item)) for item in values)
+            if not values or not plain:
+                raise ValueError(
+                    f"{name}: write text, a number, true or false, or a list of such (a date is text, in quotes); "
+                    "for anything else use filter"
+                )
+        return value
 
     @model_validator(mode="after")
     def _exactly_one_origin(self) -> Self:
@@ -66,6 +80,13 @@ class DatasetConfig(TableConfig):
         default=None, gt=0, description="Share of each iteration's prompts, relative to the other datasets' weights."
     )
 
+    @model_validator(mode="after")
+    def _fraction_has_no_rows(self) -> Self:
+        idle = [key for key in ("system_column", "task") if getattr(self, key) is not None]
+        if self.fraction is not None and idle:
+            raise ValueError(f"{', '.join(idle)}: without effect on fraction; remove it")
+        return self
+
 
 class PromptsConfig(Section):
     """Prompts to train on and held-out prompts to evaluate on."""
@@ -88,7 +109,11 @@ class PromptsConfig(Section):
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, dict | DatasetConfig) else value
+        if isinstance(value, dict | DatasetConfig):
+            return (value,)
+        if not isinstance(value, list | tuple):
+            raise ValueError("write a dataset, or a list of datasets")
+        return value
 
     @property
     def eval_fraction(self) -> float | None:

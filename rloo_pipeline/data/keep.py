@@ -38,6 +38,11 @@ class Rows:
     places_N: Indices
     left_out: tuple[LeftOut, ...] = ()
 
+    def place(self, index: int | np.int64, column: str | None = None) -> str:
+        """How messages name the row at `index` of the table: by its number in the dataset, from 1."""
+        of_column = "" if column is None else f", column {column}"
+        return f"{self.source}{of_column}, row {self.places_N[index] + 1}"
+
 
 def keep(table: pa.Table, dataset: TableConfig, source: str, root: Path) -> Rows:
     """Apply the dataset's columns, where and filter; UserError for an unknown column, a bad value, or no row left."""
@@ -143,7 +148,7 @@ def _passed(rows: Rows, spec: str, function: Callable[[dict[str, Any]], Any]) ->
     passed: list[bool] = []
     for batch in rows.table.to_batches(max_chunksize=FILTER_ROWS):
         for row in batch.to_pylist():
-            place = f"{rows.source}, row {rows.places_N[len(passed)] + 1}"
+            place = rows.place(len(passed))
             try:
                 output = function(row)
             except (Exception, SystemExit) as error:

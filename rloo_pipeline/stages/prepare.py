@@ -1,24 +1,25 @@
 """Prepare: the initial policy and the prompt tables, once, before the first iteration."""
 
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from rloo_pipeline import fingerprint
 from rloo_pipeline.config import PolicyConfig, PromptsConfig
 from rloo_pipeline.data.filter import Limit, fits, prompt_limit
-from rloo_pipeline.data.load import load_rows, source_name
-from rloo_pipeline.data.prompts import prompt_table, split_rows
-from rloo_pipeline.data.template import render
+from rloo_pipeline.data.keep import LeftOut
+from rloo_pipeline.data.splits import Split, check_mixture, load_prompts
 from rloo_pipeline.disk import check_space
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import INITIAL
 from rloo_pipeline.manifest import write_model_manifest
+from rloo_pipeline.policy.images import Read, reader
 from rloo_pipeline.policy.initial import fetch
-from rloo_pipeline.policy.load import context_length, load_tokenizer
+from rloo_pipeline.policy.load import context_length
 from rloo_pipeline.policy.trainer_state import write_initial_state
 from rloo_pipeline.shards import write_shards_manifest, write_table
 from rloo_pipeline.sources import fingerprints
@@ -43,27 +44,30 @@ def run(
     work = record.work
     shutil.rmtree(work.parent, ignore_errors=True)
 
-    tables = load_prompts(context, prompts)
+    loaded = load_prompts(prompts, context.layout.root, context.seed)
     fetch(policy, context.layout.root, work / "model")
     policy_fingerprint = write_model_manifest(work / "model", trust_remote_code=policy.trust_remote_code)
     write_initial_state(work / "trainer_state")
     write_model_manifest(work / "trainer_state", policy_fingerprint=policy_fingerprint)
     check_space(context.layout, work / "model", iterations)
 
-    tokenizer, context_tokens = _reading(policy, work / "model")
+    read, context_tokens = _reading(policy, work / "model", images=prompts.images_column is not None)
     made, entries = {"policy": policy_fingerprint}, []
-    for split, table in tables.items():
+    for split, part in loaded.items():
         try:
             limit = prompt_limit(context_tokens, max_tokens[split], prompts.max_prompt_tokens)
-            kept, filtered = _short_enough(table, tokenizer, limit)
+            kept, filtered = _short_enough(part.table, read, limit)
         except UserError as error:
             raise UserError(f"prompts.{split}: {error}") from error
+        check_mixture(prompts, kept)
         made[split] = write_table(work / "prompts" / f"{split}.parquet", kept)
         entries.append((f"{split}.parquet", kept.num_rows, made[split]))
-        record.metrics |= {f"{split}_prompts": kept.num_rows, f"{split}_prompts_filtered": len(filtered)}
+        record.metrics |= {f"{split}_prompts": kept.num_rows, **_counts(split, part.left_out, len(filtered))}
         record.notes[f"{split}_filtered"] = filtered
+        if part.left_out:
+            record.notes[f"{split}_left_out"] = [asdict(item) for item in part.left_out]
     write_shards_manifest(work / "prompts", entries, {})
-    record.metrics["eval_prompts_also_in_train"] = _shared(tables)
+    record.metrics["eval_prompts_also_in_train"] = _shared({split: part.table for split, part in loaded.items()})
     layout = context.layout
     outputs = {
         work / "prompts": layout.prompts,
@@ -73,28 +77,16 @@ def run(
     record.finish(outputs, fingerprint.of_json(made))
 
 
-def load_prompts(context: Context, config: PromptsConfig) -> dict[str, pa.Table]:
-    """The tables of the train and eval prompts, checked."""
-    root = context.layout.root
-    train = prompt_table(load_rows(config.train[0], root), config, "train", source_name(config.train[0]))
-    if config.eval_fraction is not None:
-        train, held_out = split_rows(train, config.eval_fraction, context.seed)
-        return {"train": train, "eval": held_out}
-    held_out = prompt_table(load_rows(config.eval[0], root), config, "eval", source_name(config.eval[0]))
-    return {"train": train, "eval": held_out}
-
-
-def _reading(policy: PolicyConfig, model: Path) -> tuple[Any, int]:
-    """Tokenizer and context length of the fetched model; errors name it as params.yaml does."""
+def _reading(policy: PolicyConfig, model: Path, *, images: bool) -> tuple[Read, int]:
+    """How the fetched model reads prompts, and its context length; errors name it as params.yaml does."""
     try:
-        tokenizer = load_tokenizer(model, policy.trust_remote_code)
-        return tokenizer, context_length(model, policy.trust_remote_code)
+        return reader(model, policy.trust_remote_code, images=images), context_length(model, policy.trust_remote_code)
     except UserError as error:
         raise UserError(f"policy.model {policy.model}: {error}") from error
 
 
-def _short_enough(table: pa.Table, tokenizer: object, limit: Limit) -> tuple[pa.Table, Mapping[str, str]]:
-    _, token_ids = render(table["prompt"].to_pylist(), tokenizer)
+def _short_enough(table: pa.Table, read: Read, limit: Limit) -> tuple[pa.Table, Mapping[str, str]]:
+    _, token_ids = read(table)
     kept_P, reasons = fits([len(ids) for ids in token_ids], limit)
     ids = table["prompt_id"].to_pylist()
     filtered = {ids[row]: reason for row, reason in reasons.items()}
@@ -102,7 +94,16 @@ def _short_enough(table: pa.Table, tokenizer: object, limit: Limit) -> tuple[pa.
     return table.filter(pa.array(kept_P)), filtered
 
 
-def _shared(tables: Mapping[str, pa.Table]) -> int:
+def _counts(split: Split, left_out: Sequence[LeftOut], too_long: int) -> dict[str, float]:
+    """How many rows are left out in all, and by each kind of reason that there was."""
+    kinds = Counter({"too_long": too_long})
+    for item in left_out:
+        kinds[item.kind] += item.rows
+    total = f"{split}_prompts_filtered"
+    return {total: kinds.total(), **{f"{total}/{kind}": rows for kind, rows in sorted(kinds.items()) if rows}}
+
+
+def _shared(tables: Mapping[Split, pa.Table]) -> int:
     """How many held-out prompts are trained on too."""
     trained = {str(prompt) for prompt in tables["train"]["prompt"].to_pylist()}
     return sum(str(prompt) in trained for prompt in tables["eval"]["prompt"].to_pylist())

@@ -3,7 +3,8 @@
 import pyarrow as pa
 
 from rloo_pipeline.config import RolloutsConfig
-from rloo_pipeline.data.select import select
+from rloo_pipeline.data.images import write_images
+from rloo_pipeline.data.select import select_prompts
 from rloo_pipeline.policy.handle import open_policy
 from rloo_pipeline.schema import ROLLOUTS
 from rloo_pipeline.shards import read_shards, read_table, write_shards_manifest
@@ -15,11 +16,11 @@ def run(context: Context, config: RolloutsConfig) -> None:
     """Select prompts, sample K completions of each, write shards and manifest; raises UserError on unusable input."""
     policy = open_policy(context.layout.model(context.link.previous))
     train, train_fingerprint = read_table(context.layout.prompts / "train.parquet")
-    chosen = select(train.num_rows, config.prompts_drawn, context.number, context.seed, config.prompts_asked)
+    chosen = select_prompts(train, config.prompts_drawn, context.number, context.seed, config.prompts_asked)
     inputs = {"policy": policy.fingerprint, "prompts": train_fingerprint}
     record = start(context, "rollouts", config, inputs)
 
-    prompts = prepare_prompts(train.take(pa.array(chosen)), policy, config.max_tokens)
+    prompts = prepare_prompts(train.take(pa.array(chosen.rows_P)), policy, config.max_tokens)
     purpose = ("rollouts", context.iteration)
     sampler = Sampler(context, policy, config, prompts, config.completions_per_prompt, purpose)
     shards = record.work / "shards"
@@ -33,6 +34,9 @@ def run(context: Context, config: RolloutsConfig) -> None:
     }
     if config.oversample > 1:
         facts["groups_wanted"] = config.prompts_per_iteration
+    if prompts.images is not None:
+        facts["images"] = write_images(shards, prompts.images)
     output = write_shards_manifest(shards, entries, facts)
     describe(record, read_shards(shards), sampler)
+    record.metrics |= chosen.epochs
     record.finish({shards: context.layout.rollouts(context.iteration)}, output)

@@ -41,6 +41,7 @@ def test_the_projects_own_params() -> None:
 
 
 LINKS = {"previous": "0000", "reference": "0000"}
+FILE = {"file": "a.csv"}
 REFUSED = [
     # Keys.
     ({"rollouts.temprature": 1.0}, r"rollouts\.temprature: there is no such key; check its spelling"),
@@ -73,12 +74,23 @@ REFUSED = [
     ({"prompts.train": {"file": "a.csv", "hub": "a/b"}}, r"prompts\.train: name exactly one.*given: file, hub"),
     ({"prompts.train": {"hub": "a/b"}}, r"prompts\.train: a hub dataset needs its split"),
     ({"prompts.train": {"fraction": 0.5}}, r"train\.fraction: only eval can be a fraction"),
+    ({"prompts.train": "a.csv"}, r"prompts\.train: write a dataset, or a list of datasets"),
+    ({"prompts.train": []}, r"prompts\.train: .*at least 1"),
+    ({"prompts.train": [FILE, {}]}, r"prompts\.train\.1: name exactly one of file"),
+    ({"prompts.train": [FILE, {**FILE, "colums": {}}]}, r"prompts\.train\.1\.colums: there is no such key"),
+    ({"prompts.train": [{**FILE, "weight": 1}, FILE]}, r"train: give a weight to each of several datasets"),
+    ({"prompts.train": {**FILE, "weight": 1}}, r"train: give a weight to each of several datasets"),
+    ({"prompts.eval": [FILE, {**FILE, "weight": 1}]}, r"eval: weight is without effect"),
+    ({"prompts.eval": [FILE, {"fraction": 0.5}]}, r"eval: a fraction of the train rows stands alone"),
+    ({"prompts.eval": {"fraction": 0.5, "where": {"a": 1}}}, r"prompts\.eval: where: without effect on fraction"),
+    ({"prompts.eval": {"fraction": 0.5, "task": "a"}}, r"prompts\.eval: task: without effect on fraction"),
+    ({"prompts.train": {**FILE, "where": {"a": None}}}, r"prompts\.train\.where: a: write text, a number"),
     ({"prompts.eval": {"fraction": 1.0}}, r"prompts\.eval\.fraction: .*less than 1"),
     ({"sources.policy.used_by": "rollouts"}, r"sources\.policy\.used_by: .*'policy'"),
     # Rewards.
     ({"rewards": []}, r"rewards: .*at least 1"),
-    ({"rewards": [{"name": "a"}]}, r"rewards\.0: reward a: name exactly one of function and model"),
-    ({"rewards": [{"name": "a", "function": "f:g", "model": "m"}]}, r"reward a: name exactly one of function"),
+    ({"rewards": [{"name": "a"}]}, r"rewards\.0: name exactly one of function, model, judge and url"),
+    ({"rewards": [{"name": "a", "function": "f:g", "model": "m"}]}, r"rewards\.0: name exactly one of function"),
     ({"rewards": [{"name": "a/b", "function": "f:g"}]}, r"rewards\.0\.name: .*pattern"),
     ({"rewards": [{"name": "a", "function": "f:g"}] * 2}, r"two components have the name a: give each its own"),
     # The estimator.
@@ -129,6 +141,12 @@ def test_every_wrong_key_is_named() -> None:
         parse_params(changed({"rollouts.temprature": 1.0, "update.lr": 1.0}))
     assert "rollouts.temprature" in str(refused.value)
     assert "update.lr" in str(refused.value)
+
+
+def test_a_wrong_item_of_a_list_is_told_once() -> None:
+    with pytest.raises(UserError) as refused:
+        parse_params(changed({"prompts.train": [{}]}))
+    assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rloo_pipeline.data.load import load_rows
+from rloo_pipeline.data.load import load_kept, load_rows
 from rloo_pipeline.data.prompts import MESSAGES, prompt_table
 from rloo_pipeline.data_config import DatasetConfig, PromptsConfig
 from rloo_pipeline.errors import UserError
@@ -49,7 +49,7 @@ def test_deterministic_and_seeded() -> None:
 
 
 def test_they_make_a_table_of_prompts() -> None:
-    table = prompt_table(load_rows(TRAIN, ROOT), PromptsConfig(train=TRAIN, eval=EVAL), "train", "prompts.py")
+    table = prompt_table(load_kept(TRAIN, ROOT), TRAIN, PromptsConfig(train=TRAIN, eval=EVAL), "train")
     assert table.column_names == ["prompt_id", "prompt", "answer", "a", "b"]
     assert table.schema.field("prompt").type == MESSAGES
 

@@ -1,5 +1,6 @@
 """Columns renamed, rows left out by where and filter, and what is said of both."""
 
+import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,8 +120,13 @@ def test_where_that_cannot_be(tmp_path: Path, where: dict[str, Any], message: st
 def test_where_of_a_column_that_is_no_value(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"where: a: its type is list<.*; where compares text, numbers.*: use filter"):
         kept(tmp_path, [{"a": [1]}], where={"a": 1})
-    with pytest.raises(ValidationError, match="at least 1"):
-        TableConfig(file=Path("data.jsonl"), where={"a": []})
+
+
+@pytest.mark.parametrize("wanted", [[], None, [None], {"b": 1}, [[1]], datetime.date(2026, 1, 2), float("nan")])
+def test_where_takes_plain_values_alone(wanted: Any) -> None:
+    with pytest.raises(ValidationError, match="where") as refused:
+        TableConfig(file=Path("data.jsonl"), where={"a": wanted})
+    assert wanted != [] or "a: write text, a number, true or false" in str(refused.value)
 
 
 def test_filter_sees_whole_rows_by_their_new_names(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
-"""Ids, checks, system prompts and the held-out share."""
+"""Ids, checks, system prompts and tasks."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rloo_pipeline.data.prompts import MESSAGES, is_conversational, prompt_table, split_rows
+from rloo_pipeline.data.keep import Rows
+from rloo_pipeline.data.prompts import MESSAGES, is_conversational, prompt_table
 from rloo_pipeline.data_config import DatasetConfig, PromptsConfig
 from rloo_pipeline.errors import UserError
 
@@ -19,7 +19,9 @@ def config(**settings: Any) -> PromptsConfig:
 
 def table(rows: Sequence[dict[str, Any]] | pa.Table, **settings: Any) -> pa.Table:
     rows = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
-    return prompt_table(rows, config(**settings), "train", "data.jsonl")
+    dataset = {key: settings.pop(key) for key in ("system_column", "task") if key in settings}
+    whole = Rows("data.jsonl", rows, np.arange(rows.num_rows))
+    return prompt_table(whole, DatasetConfig(file="data.jsonl", **dataset), config(**settings), "train")
 
 
 def user(text: str | None) -> dict[str, Any]:
@@ -101,7 +103,6 @@ def test_two_system_prompts_are_refused() -> None:
         ([{"prompt": "a", "reward": 1.0}], "column reward has a name that the pipeline uses itself; rename"),
         ([{"prompt": "a", "completions": "b"}], "column completions has a name"),
         ([{"prompt": "a", "reward/length": 1.0}], "column reward/length has a name"),
-        (pa.table([["a"], ["b"]], ["prompt", "prompt"]), "two columns have the name prompt; rename one"),
         (
             [{"prompt": "a"}, {"prompt": None}, {"prompt": None}],
             r"column prompt, row 2 \(and 1 more\): an empty prompt",
@@ -131,35 +132,66 @@ def test_prompt_beside_another_prompt_column() -> None:
         table([{"question": "a", "prompt": "b"}], prompt_column="question")
 
 
-def ids_table(ids: Sequence[str]) -> pa.Table:
-    return pa.table({"prompt_id": list(ids), "prompt": ["x"] * len(ids)})
+def test_rows_are_named_and_numbered_by_their_place_in_the_dataset() -> None:
+    rows = Rows("data.jsonl", pa.table({"prompt": ["a", "b"]}), np.array([3, 7]))
+    dataset = DatasetConfig(file="data.jsonl")
+    made = prompt_table(rows, dataset, config(), "train.1")
+    assert made["prompt_id"].to_pylist() == ["train-1-000003", "train-1-000007"]
+    empty = Rows("data.jsonl", pa.table({"prompt": ["a", " "], "prompt_id": ["x", "x"]}), np.array([3, 7]))
+    with pytest.raises(UserError, match="column prompt, row 8: an empty prompt"):
+        prompt_table(empty, dataset, config(), "train")
+    twins = Rows("data.jsonl", empty.table.set_column(0, "prompt", pa.array(["a", "b"])), np.array([3, 7]))
+    with pytest.raises(UserError, match="rows 4 and 8 have the same prompt_id 'x'"):
+        prompt_table(twins, dataset, config(), "train")
 
 
-def test_fraction_holds_out_about_its_share() -> None:
-    train, held_out = split_rows(ids_table([f"p{i}" for i in range(4000)]), 0.25, seed=1)
-    # Binomial(4000, .25): standard deviation 27.4; five of them.
-    assert abs(held_out.num_rows - 1000) < 137
-    assert train.num_rows + held_out.num_rows == 4000
-    assert not set(train["prompt_id"].to_pylist()) & set(held_out["prompt_id"].to_pylist())
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
 
 
-@given(st.sets(st.text(min_size=1), min_size=20, max_size=60), st.randoms(use_true_random=False))
-def test_a_rows_side_depends_on_its_id_alone(ids: set[str], random: Any) -> None:
-    order = sorted(ids)
-    train, _ = split_rows(ids_table([*order, *(f"fixed-{i}" for i in range(40))]), 0.5, seed=3)
-    random.shuffle(order)
-    again, _ = split_rows(ids_table([*order[: len(order) // 2], *(f"fixed-{i}" for i in range(40))]), 0.5, seed=3)
-    sides = set(train["prompt_id"].to_pylist())
-    for key in order[: len(order) // 2]:
-        assert (key in sides) == (key in again["prompt_id"].to_pylist())
+def test_system_column() -> None:
+    rows = [{"prompt": "a", "sys": "Rhyme."}, {"prompt": "b", "sys": None}, {"prompt": "c", "sys": ""}]
+    made = table(rows, system_column="sys", system_prompt="Be brief.")
+    assert made["prompt"].to_pylist() == [
+        [system("Rhyme."), user("a")],
+        [system("Be brief."), user("b")],
+        [user("c")],
+    ]
+    assert made["sys"].to_pylist() == ["Rhyme.", None, ""]
+    assert table(rows, system_column="sys")["prompt"].to_pylist()[1] == [user("b")]
 
 
-def test_another_seed_holds_out_others() -> None:
-    prompts = ids_table([f"p{i}" for i in range(200)])
-    assert split_rows(prompts, 0.5, seed=1)[1] != split_rows(prompts, 0.5, seed=2)[1]
-    assert split_rows(prompts, 0.5, seed=1)[1] == split_rows(prompts, 0.5, seed=1)[1]
+def test_system_column_before_messages() -> None:
+    rows = [{"prompt": [user("a")], "sys": "Rhyme."}, {"prompt": [system("Own."), user("b")], "sys": None}]
+    made = table(rows, system_column="sys")
+    assert made["prompt"].to_pylist() == [[system("Rhyme."), user("a")], [system("Own."), user("b")]]
+    with pytest.raises(UserError, match="row 2: has a system message of its own"):
+        table(rows, system_column="sys", system_prompt="Be brief.")
 
 
-def test_a_fraction_that_leaves_a_side_empty() -> None:
-    with pytest.raises(UserError, match=r"prompts.eval.fraction 0.01: of 2 prompts 0 would be held out"):
-        split_rows(ids_table(["a", "b"]), 0.01, seed=0)
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a", "b": 1}], "system_column: no column sys; there are prompt, b"),
+        ([{"prompt": "a", "sys": 1}], "system_column sys is of type int64; it must hold strings"),
+    ],
+)
+def test_bad_system_column(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UserError, match=f"data.jsonl: {message}"):
+        table(rows, system_column="sys")
+
+
+def test_task_of_all_rows_and_of_each() -> None:
+    assert table([{"prompt": "a"}, {"prompt": "b"}], task="math")["task"].to_pylist() == ["math", "math"]
+    rows = [{"prompt": "a", "task": "code", "n": 1}, {"prompt": "b", "task": None, "n": 2}]
+    made = table(rows)
+    assert made.column_names == ["prompt_id", "prompt", "task", "n"]
+    assert made["task"].to_pylist() == ["code", None]
+    assert table([{"prompt": "a", "task": None}])["task"].type == pa.string()
+
+
+def test_bad_tasks() -> None:
+    with pytest.raises(UserError, match=r"data.jsonl: task is math, but there is a column task too"):
+        table([{"prompt": "a", "task": "code"}], task="math")
+    with pytest.raises(UserError, match=r"data.jsonl: column task is of type int64; it must hold strings"):
+        table([{"prompt": "a", "task": 1}])
