@@ -112,7 +112,7 @@ def _open(part: Sequence[RewardConfig], root: Path, state: TrainerState, executi
 
         def routed(rows: pa.Table) -> dict[str, Scored]:
             which = applies_to(config, rows)
-            given = rows if which is None else rows.take(which)
+            given = rows if which is None else rows.take(pa.array(which, pa.int64()))
             found = score_rows(given) if given.num_rows else Scored(np.empty(0))
             return {config.name: spread(found, which, rows.num_rows)}
 

@@ -113,7 +113,9 @@ class Async:
     async def __call__(self, **kwargs: Any) -> None: ...
 
 
-@pytest.mark.parametrize("function", [slow, functools.partial(slow), functools.partial(functools.partial(slow)), Async()])
+@pytest.mark.parametrize(
+    "function", [slow, functools.partial(slow), functools.partial(functools.partial(slow)), Async()]
+)
 def test_async(function: Any) -> None:
     assert is_async(function)
 
@@ -195,7 +197,9 @@ def test_logs() -> None:
     }
 
 
-@given(st.recursive(st.none() | st.floats() | st.binary() | st.text(), lambda inner: st.lists(inner) | st.sets(st.text())))
+@given(
+    st.recursive(st.none() | st.floats() | st.binary() | st.text(), lambda inner: st.lists(inner) | st.sets(st.text()))
+)
 def test_whatever_is_logged_can_be_kept_as_json(value: Any) -> None:
     logs = Logs()
     logs.log_extra("any", [value])

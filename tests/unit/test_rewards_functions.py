@@ -1,6 +1,5 @@
 """Reward functions in the processes that they run in: together, one after another, killed and called again."""
 
-import os
 import re
 import signal
 import subprocess
@@ -66,7 +65,12 @@ def test_functions_of_every_kind(tmp_path: Path, capfd: pytest.CaptureFixture[st
         "        return [2.0] * 4\n"
         "counter = Counter()\n"
     )
-    configs = [component("spoil"), component("after", kwargs={"strict": True}), component("alarm"), component("counter")]
+    configs = [
+        component("spoil"),
+        component("after", kwargs={"strict": True}),
+        component("alarm"),
+        component("counter"),
+    ]
     scored = run(tmp_path, code, *configs)
     assert {name: values(found) for name, found in scored.items()} == {
         "spoil": [0.0] * 4,

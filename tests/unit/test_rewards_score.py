@@ -2,16 +2,25 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from rloo_pipeline.config import ExecutionConfig, RewardConfig
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.reward_config import FunctionReward
-from rloo_pipeline.rewards.score import NONE_APPLIES, join_prompts, score
+from rloo_pipeline.reward_config import FunctionReward, ModelReward
+from rloo_pipeline.rewards.call import TrainerState
+from rloo_pipeline.rewards.combine import NONE_APPLIES
+from rloo_pipeline.rewards.kept import Counted, Kept, Shards
+from rloo_pipeline.rewards.score import join_prompts, score_shards
+from rloo_pipeline.rewards.scored import Scored
 from rloo_pipeline.schema import rewards_schema
+from rloo_pipeline.shards import read_table
 
 PROMPTS = pa.table({"prompt_id": ["first", "second"], "prompt": ["p", "q"], "answer": ["a", "b"], "tags": [["t"], []]})
 
@@ -28,9 +37,17 @@ def rollouts(ids: list[str], texts: list[str]) -> pa.Table:
     )
 
 
-def configs(root: Path, code: str, **weights: float) -> list[RewardConfig]:
+def functions(root: Path, code: str, **weights: float) -> list[RewardConfig]:
     (root / "reward.py").write_text(code)
     return [FunctionReward(name=name, function=f"reward.py:{name}", weight=weight) for name, weight in weights.items()]
+
+
+def score(root: Path, configs: Sequence[RewardConfig], *shards: pa.Table) -> tuple[pa.Table, Counted]:
+    """The rewards of the shards, and what was counted."""
+    given = Shards(len(shards), lambda index: join_prompts(shards[index], PROMPTS))
+    work = root / "work" / "key"
+    entries = score_shards(configs, given, work, root, TrainerState(7), ExecutionConfig(reward_workers=1))
+    return pa.concat_tables([read_table(work / file)[0] for file, _, _ in entries]), Kept(work).counted()
 
 
 def test_wrong_answer() -> None:
@@ -57,34 +74,105 @@ def test_score(tmp_path: Path) -> None:
     code = (
         "def right(completions, answer, **kwargs):\n"
         "    return [None if c == '?' else float(c == a) for c, a in zip(completions, answer)]\n"
-        "async def short(completion_ids, completions, **kwargs):\n"
+        "async def short(completion_ids, completions, log_extra, **kwargs):\n"
+        "    log_extra('seen', completions)\n"
         "    return [None if c in 'b?' else 0.25 for c in completions]\n"
     )
-    rows = join_prompts(rollouts(["second", "first", "second", "first"], ["b", "b", "a", "?"]), PROMPTS)
-    scored = score(configs(tmp_path, code, right=1.0, short=2.0), rows, tmp_path, ExecutionConfig(), global_step=1)
-    assert scored.schema.equals(rewards_schema(["right", "short"]), check_metadata=True)
+    configs = functions(tmp_path, code, right=1.0, short=2.0)
+    scored, _ = score(tmp_path, configs, rollouts(["second", "first", "second", "first"], ["b", "b", "a", "?"]))
+    assert scored.schema.equals(rewards_schema(["right", "short"]))
     expected = [
-        ("second", 0, 1.0, None, 1.0, None),
-        ("first", 0, 0.0, None, 0.0, None),
-        ("second", 1, 0.0, 0.25, 0.5, None),
-        ("first", 1, None, None, None, NONE_APPLIES),
+        ("second", 0, 1.0, None, 1.0, None, '{"seen": "b"}'),
+        ("first", 0, 0.0, None, 0.0, None, '{"seen": "b"}'),
+        ("second", 1, 0.0, 0.25, 0.5, None, '{"seen": "a"}'),
+        ("first", 1, None, None, None, NONE_APPLIES, '{"seen": "?"}'),
     ]
     assert [tuple(row.values())[1:] for row in scored.to_pylist()] == expected
     assert scored["iteration"].to_pylist() == [2] * 4
 
 
-def test_global_step_reaches_the_function(tmp_path: Path) -> None:
-    code = "def step(trainer_state, prompts, **kwargs):\n    return [trainer_state.global_step] * len(prompts)\n"
-    rows = join_prompts(rollouts(["first"], ["x"]), PROMPTS)
-    scored = score(configs(tmp_path, code, step=1.0), rows, tmp_path, ExecutionConfig(), global_step=7)
-    assert scored["reward"].to_pylist() == [7.0]
+def test_the_column_is_what_float32_stores_before_the_clip(tmp_path: Path) -> None:
+    code = "def big(prompts, trainer_state, **kwargs):\n    return [trainer_state.global_step + 0.1]\n"
+    (config,) = functions(tmp_path, code, big=10.0)
+    scored, _ = score(tmp_path, [config.model_copy(update={"clip": (-0.5, 0.5)})], rollouts(["first"], ["x"]))
+    assert (scored["reward/big"].to_pylist(), scored["reward"].to_pylist()) == ([float(np.float32(7.1))], [5.0])
 
 
-def test_a_sum_that_is_not_finite(tmp_path: Path) -> None:
-    code = "def big(prompts, **kwargs):\n    return [1e30] * len(prompts)\n"
-    rows = join_prompts(rollouts(["first"], ["x"]), PROMPTS)
-    with pytest.raises(UserError, match="weighted sum is not finite in float32; lower the weights"):
-        score(configs(tmp_path, code, big=1e30), rows, tmp_path, ExecutionConfig(), global_step=0)
+def test_what_float32_cannot_hold(tmp_path: Path) -> None:
+    code = "def big(prompts, **kwargs):\n    return [1e30]\ndef huge(prompts, **kwargs):\n    return [-1e39]\n"
+    big, huge = functions(tmp_path, code, big=1e30, huge=1.0)
+    rows = rollouts(["first"], ["x"])
+    with pytest.raises(
+        UserError, match=r"sum of row 1, prompt_id first, .* is 1e\+60, which float32 cannot hold; lower"
+    ):
+        score(tmp_path, [big], rows)
+    with pytest.raises(
+        UserError, match=r"reward huge: gave -1e\+39, which float32 cannot hold \(row 1, prompt_id first"
+    ):
+        score(tmp_path, [huge], rows)
+
+
+class Scorer:
+    """Components that are no functions: their scores are letters' numbers, and what is opened and scored is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self.ends_at: str | None = None
+        monkeypatch.setattr("rloo_pipeline.rewards.score._open_other", self.open)
+
+    @contextmanager
+    def open(self, config: Any, root: Path, execution: Any) -> Iterator[Any]:
+        self.told.append(f"open {config.name}")
+        yield lambda rows: self.score(config.name, rows)
+        self.told.append(f"close {config.name}")
+
+    def score(self, name: str, rows: pa.Table) -> Scored:
+        texts = rows["completion_text"].to_pylist()
+        if self.ends_at == f"{name} {texts}":
+            raise KeyboardInterrupt
+        self.told.append(f"{name} {''.join(texts)}")
+        numbers = [np.nan if text == "z" else float(ord(text)) for text in texts]
+        return Scored(np.array(numbers), {row: "is z" for row, text in enumerate(texts) if text == "z"})
+
+
+def model(name: str, **settings: Any) -> RewardConfig:
+    return ModelReward(name=name, model="any", **settings)
+
+
+F = "N = []\ndef f(completions, log_metric, **k):\n    log_metric('n', len(completions))\n    return [1] * len(completions)\n"
+
+
+def test_one_component_after_another_over_all_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended in the second shard of the second model: of what was scored nothing is scored again, and no model loaded."""
+    scorer = Scorer(monkeypatch)
+    configs = [model("one"), *functions(tmp_path, F, f=1.0), model("two", on_error="invalid", weight=0.5)]
+    shards = rollouts(["first", "second"], ["a", "b"]), rollouts(["first"], ["z"]), rollouts(["second"], ["c"])
+    configs[0] = configs[0].model_copy(update={"on_error": "invalid", "weight": 0.0})
+    scorer.ends_at = "two ['z']"
+    with pytest.raises(KeyboardInterrupt):
+        score(tmp_path, configs, *shards)
+    assert scorer.told == ["open one", "one ab", "one z", "one c", "close one", "open two", "two ab"]
+
+    scorer.told, scorer.ends_at = [], None
+    (tmp_path / "reward.py").unlink()
+    scored, counted = score(tmp_path, configs, *shards)
+    assert scorer.told == ["open two", "two z", "two c", "close two"]
+    assert scored["reward/one"].to_pylist() == [97.0, 98.0, None, 99.0]
+    assert scored["reward"].to_pylist() == [1 + 48.5, 1 + 49.0, None, 1 + 49.5]
+    assert scored["reward_error"].to_pylist() == [None, None, "one: is z; two: is z", None]
+    assert counted.errors == {"one": 1, "two": 1}
+    assert counted.logged == {"n": pytest.approx((2 * 2 + 1 + 1) / 4)}
+
+
+def test_tasks_route_models_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = Scorer(monkeypatch)
+    prompts = PROMPTS.append_column("task", pa.array(["math", "code"]))
+    monkeypatch.setitem(globals(), "PROMPTS", prompts)
+    shards = rollouts(["second", "first", "second"], ["a", "b", "c"]), rollouts(["first"], ["d"])
+    scored, _ = score(tmp_path, [model("code", tasks=["code"]), model("all")], *shards)
+    assert scorer.told == ["open code", "code ac", "close code", "open all", "all abc", "all d", "close all"]
+    assert scored["reward/code"].to_pylist() == [97.0, None, 99.0, None]
+    assert scored["reward"].to_pylist() == [2 * 97.0, 98.0, 2 * 99.0, 100.0]
 
 
 def test_functions_alone_need_no_torch() -> None:

@@ -8,9 +8,11 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 
+from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.data.prompts import MESSAGES
 from rloo_pipeline.reward_config import FunctionReward
-from rloo_pipeline.rewards.functions import TrainerState, arguments, score_functions
+from rloo_pipeline.rewards.call import TrainerState, arguments
+from rloo_pipeline.rewards.functions import open_functions
 from tests.tiny import make_model, make_tokenizer
 
 trl = pytest.importorskip("trl", reason="needs trl, from the extra 'test'")
@@ -65,23 +67,47 @@ def test_arguments_are_those_of_rloo_trainer(tmp_path: Path, conversational: boo
     assert given.keys() - ours.keys() == {"log_extra", "log_metric"}
 
 
+SOLVED = ["<think>\nIt is\n</think>\n$8$", "$9$", "\\boxed{8}", "no number"]
+IDS = [[1, 2, 3, 1, 2, 3], [3], [4, 4, 4, 4], [5, 6]]
+OVERLONG = {"max_completion_len": 5, "soft_punish_cache": 3}
+
+
 def test_trls_own_rewards(tmp_path: Path) -> None:
-    texts = ["<think>\nIt is\n</think>\n8", "8"]
+    """Run unchanged, with the values that TRL's own functions give for the same arguments."""
+    rewards = pytest.importorskip("trl.rewards")
     given = {
-        "completions": [[{"role": "assistant", "content": text}] for text in texts],
-        "completion_ids": [[1, 2], [3]],
-        "prompts": [[{"role": "user", "content": "3 + 5?"}]] * 2,
-        "answer": ["8", "8"],
-        "tags": [["a"], []],
+        "completions": [[{"role": "assistant", "content": text}] for text in SOLVED],
+        "completion_ids": IDS,
+        "prompts": [[{"role": "user", "content": "3 + 5?"}]] * 4,
+        "answer": ["8"] * 4,
+        "tags": [["a"], [], ["b"], []],
     }
+    rows = as_rows(given, conversational=True).append_column("solution", pa.array(["$8$", "$8$", "$8$", "?"]))
     (tmp_path / "reward.py").write_text(
-        "from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment\n"
-        "overlong = get_soft_overlong_punishment(max_completion_len=2, soft_punish_cache=1)\n"
+        "from trl.rewards import get_repetition_penalty_reward\nrepeats = get_repetition_penalty_reward(2, -0.5)\n"
     )
+    expected = {
+        "accuracy": rewards.accuracy_reward(given["completions"], ["$8$", "$8$", "$8$", "?"]),
+        "format": rewards.think_format_reward(given["completions"]),
+        "repeats": rewards.get_repetition_penalty_reward(2, -0.5)(completion_ids=IDS),
+        "overlong": rewards.get_soft_overlong_punishment(**OVERLONG)(completion_ids=IDS),
+    }
     configs = [
+        FunctionReward(name="accuracy", function="trl.rewards:accuracy_reward"),
         FunctionReward(name="format", function="trl.rewards:think_format_reward"),
-        FunctionReward(name="length", function="reward.py:overlong"),
+        FunctionReward(name="repeats", function="reward.py:repeats"),
+        FunctionReward(name="overlong", function="trl.rewards:get_soft_overlong_punishment", kwargs=OVERLONG),
     ]
-    scores = score_functions(configs, as_rows(given, conversational=True), tmp_path, TrainerState(global_step=0))
-    np.testing.assert_array_equal(scores["format"], [1.0, 0.0])
-    np.testing.assert_array_equal(scores["length"], [-1.0, 0.0])
+    with open_functions(configs, tmp_path, TrainerState(0), ExecutionConfig()) as score:
+        scored = score(rows)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(scored[name].scores_N, np.array(values, np.float64), name)
+        assert scored[name].errors == {}
+    assert expected["accuracy"] == [1.0, 0.0, 1.0, None]
+    assert expected["format"] == [1.0, 0.0, 0.0, 0.0]
+    assert expected["overlong"][0] == -1.0
+    assert scored["accuracy"].extra[3] == {
+        "solution": "?",
+        "gold_parsed": "[unparseable]",
+        "answer_parsed": "[skipped]",
+    }
