@@ -64,23 +64,29 @@ def fingerprints(sources: Mapping[str, SourceConfig], used_by: str, root: Path) 
 
 def check_listed(params: Params, root: Path) -> None:
     """Raise UserError if the params name a file that `sources` does not list: DVC would not see it change."""
-    _check_records(params, root)
+    for wrong in unlisted(params, root):
+        raise UserError(wrong)
+
+
+def unlisted(params: Params, root: Path) -> Iterator[str]:
+    """What is wrong with `sources`, and what to do: files that it lacks, and records of what it has no more."""
+    yield from _left_records(params, root)
     listed = {(source.used_by, (root / source.path).resolve()) for source in params.sources.values()}
     for where, used_by, path in named_files(params, root):
         target, trained = (root / path).resolve(), reward_model_at(path)
         if trained and trained not in params.reward_models and not target.exists():
             known = ", ".join(params.reward_models) or "none"
-            raise UserError(f"{where} names {path}, but reward_models has no {trained}; it has {known}")
-        if not any(by == used_by and (known == target or known in target.parents) for by, known in listed):
-            raise UserError(
+            yield f"{where} names {path}, but reward_models has no {trained}; it has {known}"
+        elif not any(by == used_by and (known == target or known in target.parents) for by, known in listed):
+            yield (
                 f"{where} names {path}, which `sources` does not list, so an edit of it would rerun nothing; add to "
                 f"params.yaml under sources:\n  {used_by}_{path.stem}: {{path: {path}, used_by: {used_by}}}"
             )
 
 
-def _check_records(params: Params, root: Path) -> None:
-    """Refuse the record of a source that is no longer listed: the stages would go on depending on it."""
+def _left_records(params: Params, root: Path) -> Iterator[str]:
+    """Records of sources that are no longer listed: the stages would go on depending on them."""
     records = {Layout(root).source(source.used_by, name) for name, source in params.sources.items()}
     for path in sorted((root / "sources").glob("*/*.json")):
         if path not in records:
-            raise UserError(f"{path}: params.yaml lists no such source, but stages depend on it; remove the file")
+            yield f"{path}: params.yaml lists no such source, but stages depend on it; remove the file"

@@ -30,6 +30,14 @@ def algorithms() -> None:
 
 
 @app.command()
+def check() -> None:
+    """Look the project over without running it: what would fail, what it takes and what it costs in tokens."""
+    from rloo_pipeline.check.run import run
+
+    raise typer.Exit(run(Layout(Path())))
+
+
+@app.command()
 def iterations(count: Annotated[int, typer.Argument(help="How many iterations the chain shall have.")]) -> None:
     """Lengthen or shorten the chain in params.yaml, comments kept."""
     from rloo_pipeline.chain import set_length

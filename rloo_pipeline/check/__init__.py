@@ -1,0 +1,1 @@
+"""Looking a project over without running it."""
