@@ -207,8 +207,10 @@ def test_what_functions_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_tasks(tmp_path: Path) -> None:
-    code = "def f(completions, **kwargs):\n    return [ord(c) for c in completions]\n" + (
-        "def g(**kwargs):\n    raise SystemExit\ndef h(completions, **kwargs):\n    return [ord(c) for c in 'b' + 'q']\n"
+    code = (
+        "def f(completions, **kwargs):\n    return [ord(c) for c in completions]\n"
+        "def g(**kwargs):\n    raise SystemExit\n"
+        "def h(completions, **kwargs):\n    return [ord(c) for c in 'bq']\n"
     )
     table = rows().append_column("task", pa.array(["math", "code", "math", "chat"]))
     configs = [component("f", tasks=["math", "chat"]), component("g", tasks=["none"]), component("h", tasks=["math"])]
@@ -273,13 +275,16 @@ def test_nothing_lives_on_when_the_stage_is_killed(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(HOLDS)
     code = (
         "from pathlib import Path\n"
-        "from tests.unit.test_rewards_functions import *\n"
-        "with open_functions([component('f')], Path(), STATE, TWO) as score:\n"
-        "    score(rows())\n"
+        "import pyarrow as pa\n"
+        "from rloo_pipeline.config import ExecutionConfig\n"
+        "from rloo_pipeline.reward_config import FunctionReward\n"
+        "from rloo_pipeline.rewards.functions import TrainerState, open_functions\n"
+        "rows = pa.table({'prompt': ['p'], 'completion_text': ['a'], 'completion_token_ids': [[1]]})\n"
+        "config = FunctionReward(name='f', function='reward.py:f')\n"
+        "with open_functions([config], Path(), TrainerState(0), ExecutionConfig()) as score:\n"
+        "    score(rows)\n"
     )
-    repository = Path(__file__).parents[2]
-    env = os.environ | {"PYTHONPATH": str(repository)}
-    stage = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env)
+    stage = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     while not (tmp_path / "pids").exists():
         assert stage.poll() is None
         time.sleep(0.05)

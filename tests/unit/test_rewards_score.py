@@ -139,11 +139,15 @@ def model(name: str, **settings: Any) -> RewardConfig:
     return ModelReward(name=name, model="any", **settings)
 
 
-F = "N = []\ndef f(completions, log_metric, **k):\n    log_metric('n', len(completions))\n    return [1] * len(completions)\n"
+F = (
+    "def f(completions, log_metric, **kwargs):\n"
+    "    log_metric('n', len(completions))\n"
+    "    return [1] * len(completions)\n"
+)
 
 
 def test_one_component_after_another_over_all_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ended in the second shard of the second model: of what was scored nothing is scored again, and no model loaded."""
+    """Ended in the second shard of the second model: nothing is scored again, and no model loaded for it."""
     scorer = Scorer(monkeypatch)
     configs = [model("one"), *functions(tmp_path, F, f=1.0), model("two", on_error="invalid", weight=0.5)]
     shards = rollouts(["first", "second"], ["a", "b"]), rollouts(["first"], ["z"]), rollouts(["second"], ["c"])

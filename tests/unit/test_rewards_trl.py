@@ -67,7 +67,7 @@ def test_arguments_are_those_of_rloo_trainer(tmp_path: Path, conversational: boo
     assert given.keys() - ours.keys() == {"log_extra", "log_metric"}
 
 
-SOLVED = ["<think>\nIt is\n</think>\n$8$", "$9$", "\\boxed{8}", "no number"]
+SOLVED = ["<think>\nIt is\n</think>\n\\boxed{8}", "$9$", "\\boxed{8}", "no number"]
 IDS = [[1, 2, 3, 1, 2, 3], [3], [4, 4, 4, 4], [5, 6]]
 OVERLONG = {"max_completion_len": 5, "soft_punish_cache": 3}
 
