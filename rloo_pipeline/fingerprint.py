@@ -61,7 +61,7 @@ def _hash_array(digest: "hashlib._Hash", array: pa.Array) -> None:
     elif pa.types.is_struct(kind):
         for child in array.flatten():
             _hash_array(digest, child)
-    elif pa.types.is_string(kind) or pa.types.is_binary(kind):
+    elif pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         filled = pc.fill_null(array.cast(pa.large_binary()), b"")
         _, offset_buffer, data = filled.buffers()
         offsets = np.frombuffer(offset_buffer, np.int64)[filled.offset : filled.offset + len(filled) + 1]

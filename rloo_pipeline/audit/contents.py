@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rloo_pipeline import fingerprint
+from rloo_pipeline.data.images import read_images
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.manifest import checked_fingerprint, read_manifest
 from rloo_pipeline.shards import read_shard, read_table
@@ -65,6 +66,7 @@ def _shards(directory: Path) -> Content:
     counts: Counter[str] = Counter()
     for index in range(len(manifest["shards"])):
         counts.update(_counts(read_shard(directory, manifest, index)))
+    read_images(directory, manifest["facts"])
     # Each shard is what its entry says, and the manifest's fingerprint is that of its entries and facts.
     return Content("ok", manifest["fingerprint"], counts=dict(counts))
 

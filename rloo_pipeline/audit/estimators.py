@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from rloo_pipeline.data.images import Encoded, read_images
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
 from rloo_pipeline.guard import check_on_policy
@@ -21,6 +22,7 @@ from rloo_pipeline.objective.groups import SINGLE
 from rloo_pipeline.objective_config import AdvantagesConfig
 from rloo_pipeline.policy.batches import collate, rows_of
 from rloo_pipeline.policy.handle import Policy, open_policy
+from rloo_pipeline.policy.images import RowImages, open_vision, row_images
 from rloo_pipeline.policy.load import load_model
 from rloo_pipeline.policy.logprobs import check_head, score_batch
 from rloo_pipeline.policy.trainer_state import checked_state
@@ -81,7 +83,8 @@ def run(context: Context, config: AdvantagesConfig, earlier: Sequence[str]) -> N
         stored.table.select(["iteration", "prompt_id", "sample_index"]), read_shards(layout.rollouts(iteration))
     )
     started = time.monotonic()
-    gram_NN = gram_matrix(policy, tokens, rollouts["facts"]["temperature"], seed % 2**31, BUCKETS)
+    images = read_images(layout.rollouts(iteration), rollouts["facts"])
+    gram_NN = gram_matrix(policy, tokens, rollouts["facts"]["temperature"], seed % 2**31, BUCKETS, images)
     seconds = time.monotonic() - started
     rows = compare(stored, gram_NN, config, seed % 2**31)
     path = layout.report("estimators", iteration, "json")
@@ -114,7 +117,14 @@ def check_groups(stored: Scored, iteration: str) -> None:
         )
 
 
-def gram_matrix(policy: Policy, table: pa.Table, temperature: float, seed: int, buckets: int) -> np.ndarray:
+def gram_matrix(
+    policy: Policy,
+    table: pa.Table,
+    temperature: float,
+    seed: int,
+    buckets: int,
+    images: Mapping[str, Encoded] | None = None,
+) -> np.ndarray:
     """Inner products of the gradients of the completions' log-probs, float64 [N, N], from sketches of the gradients.
 
     One backward pass per completion; memory beside the model: its gradient, 4 bytes per parameter for the sketch and
@@ -122,20 +132,25 @@ def gram_matrix(policy: Policy, table: pa.Table, temperature: float, seed: int, 
     """
     from rloo_pipeline.objective.sketch import CountSketch
 
-    model = load_model(policy.model, "float32", trust_remote_code=policy.trust_remote_code)
+    seen = None if images is None else row_images(open_vision(policy), images, table)
+    model = load_model(policy.model, "float32", trust_remote_code=policy.trust_remote_code, images=seen is not None)
     check_head(model)
     parameters = list(model.parameters())
     sketch = CountSketch(parameters, buckets, seed)
     sketches_NB = np.empty((table.num_rows, buckets))
     with progress("gradients", table.num_rows, "completions") as done:
-        for row, gradients in enumerate(_gradients(model, parameters, table, temperature)):
+        for row, gradients in enumerate(_gradients(model, parameters, table, temperature, seen)):
             sketches_NB[row] = sketch(gradients).cpu().numpy()
             done.advance(1)
     return sketches_NB @ sketches_NB.T
 
 
 def _gradients(
-    model: "PreTrainedModel", parameters: list["torch.nn.Parameter"], table: pa.Table, temperature: float
+    model: "PreTrainedModel",
+    parameters: list["torch.nn.Parameter"],
+    table: pa.Table,
+    temperature: float,
+    seen: RowImages | None,
 ) -> Iterator[tuple["torch.Tensor", ...]]:
     """Of each completion's log-prob, in row order; 0 for parameters that text does not reach."""
     import torch
@@ -143,7 +158,7 @@ def _gradients(
     prompts, completions = rows_of(table, "prompt_token_ids"), rows_of(table, "completion_token_ids")
     for row in range(table.num_rows):
         batch = collate(prompts, completions, np.array([row])).to(model.device)
-        logprob = score_batch(model, batch, temperature).logprobs_BT.sum()
+        logprob = score_batch(model, batch, temperature, seen).logprobs_BT.sum()
         yield torch.autograd.grad(logprob, parameters, allow_unused=True, materialize_grads=True)
 
 

@@ -28,9 +28,10 @@ def render(prompts: Sequence[str] | Sequence[list[Message]], tokenizer: Any) -> 
 
 def render_chat(conversations: Sequence[list[Message]], tokenizer: Any, *, add_generation_prompt: bool) -> list[str]:
     """The text of each conversation by the tokenizer's chat template; UserError if it has none or refuses one."""
+    name = getattr(tokenizer, "name_or_path", None) or "the model"
     if not tokenizer.chat_template:
         raise UserError(
-            f"the prompts are messages, but the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat "
+            f"the prompts are messages, but the tokenizer of {name} has no chat "
             "template; use an instruction-tuned model, add a chat_template.jinja beside its tokenizer, or give prompts "
             "as strings (and no system_prompt)"
         )
@@ -48,7 +49,7 @@ def render_chat(conversations: Sequence[list[Message]], tokenizer: Any, *, add_g
                 apply([conversation])
             except TemplateError as error:
                 raise UserError(
-                    f"prompt {row}: the chat template of {tokenizer.name_or_path or 'the model'} refuses it "
+                    f"prompt {row}: the chat template of {name} refuses it "
                     f"({error}); change its messages (or prompts.system_prompt)"
                 ) from error
         raise

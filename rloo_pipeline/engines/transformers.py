@@ -13,7 +13,9 @@ from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.engines import Request, Sample
 from rloo_pipeline.engines.checks import check_model, check_requests
 from rloo_pipeline.engines.eos import eos_token_ids
+from rloo_pipeline.policy.images import load_vision
 from rloo_pipeline.policy.load import load_model
+from rloo_pipeline.policy.logprobs import NEVER
 from rloo_pipeline.progress import Progress
 
 
@@ -40,13 +42,15 @@ def draw(logits_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor
 class Draw(LogitsProcessor):  # type: ignore[misc]
     """Leaves the library's greedy choice only the token drawn for each row, and keeps its log-prob."""
 
-    def __init__(self, uniforms_NT: torch.Tensor, temperature: float) -> None:
+    def __init__(self, uniforms_NT: torch.Tensor, temperature: float, never: Sequence[int] = ()) -> None:
         self.uniforms_NT, self.temperature = uniforms_NT, temperature
+        self.never = torch.tensor(never, dtype=torch.int64, device=uniforms_NT.device)
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         step = len(self.logprobs)
-        ids_N, logprobs_N = draw(scores.float() / self.temperature, self.uniforms_NT[:, step])
+        logits_NV = scores.float().index_fill(-1, self.never, NEVER) if len(self.never) else scores.float()
+        ids_N, logprobs_N = draw(logits_NV / self.temperature, self.uniforms_NT[:, step])
         self.logprobs.append(logprobs_N)
         return torch.full_like(scores, -torch.inf).scatter_(1, ids_N[:, None], 0.0)
 
@@ -77,11 +81,14 @@ class TransformersEngine:
         dtype: Literal["float32", "bfloat16"],
         execution: ExecutionConfig,
         trust_remote_code: bool = False,
+        images: bool = False,
     ) -> None:
         check_model(model)
         if execution.threads is not None:
             torch.set_num_threads(execution.threads)
-        self.model: Any = load_model(model, dtype, trust_remote_code=trust_remote_code)
+        self.model: Any = load_model(model, dtype, trust_remote_code=trust_remote_code, images=images)
+        self.vision = load_vision(model, trust_remote_code) if images else None
+        self.never = list(self.vision.placeholders) if self.vision else []
         # generate() fills what is unset from the model's own defaults: top_p, penalties and the like.
         self.model.generation_config = GenerationConfig()
         self.device = self.model.device
@@ -118,11 +125,14 @@ class TransformersEngine:
 
     def _batch(self, requests: Sequence[Request]) -> Iterator[Sample]:
         ids, mask = left_padded([request.prompt_token_ids for request in requests])
-        drawing = Draw(uniforms(requests, self.max_tokens).to(self.device), self.temperature)
+        drawing = Draw(uniforms(requests, self.max_tokens).to(self.device), self.temperature, self.never)
+        images = [request.images for request in requests]
+        seen = self.vision.inputs(images, ids, self.model) if self.vision else {}
         with torch.inference_mode():
             output = self.model.generate(
                 ids.to(self.device),
                 attention_mask=mask.to(self.device),
+                **seen,
                 logits_processor=LogitsProcessorList([drawing]),
                 generation_config=GenerationConfig(
                     do_sample=False,

@@ -51,24 +51,31 @@ def load_config(model: Path, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{model / 'config.json'}: no configuration could be loaded from it: {error}") from error
-    for part in (config, config.get_text_config()):
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]  # as that of an image encoder
+    for part in (config, config.get_text_config(), *(part for part in parts if part is not None)):
         for key, value in part.to_dict().items():
             if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
     return config
 
 
-def load_model(model: Path, dtype: str, *, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """The causal language model in a directory, on the device, in evaluation mode; dtype as torch names it."""
+def load_model(
+    model: Path, dtype: str, *, trust_remote_code: bool = False, images: bool = False
+) -> "PreTrainedModel":
+    """The causal language model in a directory, on the device, in evaluation mode; dtype as torch names it.
+
+    images: whether it is loaded with what it sees images by.
+    """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     config = load_config(model, trust_remote_code)
     if not any(model.glob("*.safetensors")):
         raise UserError(f"{model}: no .safetensors file in it; formats that run code on loading are not read")
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    auto = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    loaded: PreTrainedModel = auto.from_pretrained(
         model,
         config=config,
         dtype=getattr(torch, dtype),

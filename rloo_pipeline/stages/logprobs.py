@@ -3,6 +3,7 @@
 import pyarrow as pa
 
 from rloo_pipeline.config import LogprobsConfig
+from rloo_pipeline.data.images import read_images
 from rloo_pipeline.guard import check_on_policy, check_rows_on_policy, tell_gap
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.policy.batches import rows_of
@@ -30,7 +31,9 @@ def run(context: Context, config: LogprobsConfig) -> None:
     record = start(context, "logprobs", config, inputs)
 
     budget = context.execution.logprobs_batch_tokens
-    scorers = {role: Scorer(item, config.dtype, temperature, budget, role) for role, item in policies.items()}
+    shared = (config.dtype, temperature, budget)
+    images = read_images(layout.rollouts(iteration), rollouts["facts"])
+    scorers = {role: Scorer(item, *shared, role, images) for role, item in policies.items()}
     if config.reference and policies["reference"].fingerprint == policies["policy"].fingerprint:
         scorers["reference"] = scorers["policy"]
 

@@ -112,7 +112,8 @@ def _first_pass(learner: Learner, rows: Rows) -> list[np.ndarray]:
         progress("update, first pass", len(rows), "completions") as done,
         precision(learner.config, learner.model.device),
     ):
-        return score(learner.model, rows.prompts_N, rows.completions_N, learner.temperature, learner.batch_tokens, done)
+        given = (rows.prompts_N, rows.completions_N, learner.temperature, learner.batch_tokens, done, rows.images_N)
+        return score(learner.model, *given)
 
 
 def _corrected(rows: Rows, old_N: list[np.ndarray], config: UpdateConfig) -> tuple[Rows, dict[str, float]]:

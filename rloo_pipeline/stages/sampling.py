@@ -12,12 +12,13 @@ import pyarrow as pa
 
 from rloo_pipeline.config import SamplingConfig
 from rloo_pipeline.data.filter import fits, prompt_limit
-from rloo_pipeline.data.template import render
+from rloo_pipeline.data.images import Encoded, has_images, images_of
 from rloo_pipeline.engines import Engine, Request, Sample
 from rloo_pipeline.engines.choose import choose_engine, open_engine
 from rloo_pipeline.files import write_json
 from rloo_pipeline.policy.batches import rows_of
 from rloo_pipeline.policy.handle import Policy
+from rloo_pipeline.policy.images import reader
 from rloo_pipeline.policy.load import context_length, load_tokenizer
 from rloo_pipeline.progress import progress, say
 from rloo_pipeline.schema import COMPLETION, KEYS
@@ -37,6 +38,7 @@ class Prompts:
     texts: list[str]
     token_ids: list[list[int]]
     filtered: dict[str, str]  # why a prompt was left out, by its id
+    images: Mapping[str, Encoded] | None = None  # encoded, by prompt id, for a policy that sees images
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -44,15 +46,16 @@ class Prompts:
 
 def prepare_prompts(table: pa.Table, policy: Policy, max_tokens: int) -> Prompts:
     """Apply the chat template and leave out, with reasons, what does not fit the context with max_tokens to come."""
-    tokenizer = load_tokenizer(policy.model, policy.trust_remote_code)
-    texts, token_ids = render(table["prompt"].to_pylist(), tokenizer)
+    read = reader(policy.model, policy.trust_remote_code, images=has_images(table))
+    texts, token_ids = read(table)
     limit = prompt_limit(context_length(policy.model, policy.trust_remote_code), max_tokens)
     kept_P, reasons = fits([len(ids) for ids in token_ids], limit)
     ids = table["prompt_id"].to_pylist()
     filtered = {ids[row]: reason for row, reason in reasons.items()}
     tell_filtered(filtered, len(ids))
     rows = np.flatnonzero(kept_P).tolist()
-    return Prompts([ids[i] for i in rows], [texts[i] for i in rows], [token_ids[i] for i in rows], filtered)
+    images = images_of(table.filter(pa.array(kept_P)))
+    return Prompts([ids[i] for i in rows], [texts[i] for i in rows], [token_ids[i] for i in rows], filtered, images)
 
 
 def tell_filtered(filtered: Mapping[str, str], prompts: int) -> None:
@@ -73,7 +76,7 @@ class Sampler:
         self.engine: Engine | None = None
         self.seconds = 0.0  # in generation alone, without the engine's start
         self.engines: list[Any] = []  # settings of the engines that made the shards
-        self.name, reason = choose_engine(config.engine)
+        self.name, reason = choose_engine(config.engine, images=prompts.images is not None)
         say(f"engine {self.name}: {reason}")
 
     @property
@@ -120,6 +123,7 @@ class Sampler:
                 seed=derive(self.context.seed, "engine") % 2**31,
                 execution=self.context.execution,
                 trust_remote_code=self.policy.trust_remote_code,
+                images=self.prompts.images is not None,
             )
             self.policy.check_unchanged()
         return self.engine
@@ -130,7 +134,11 @@ class Sampler:
         keys = [(self.prompts.ids[p], sample) for p in chosen for sample in range(self.n)]
         owners = [p for p in chosen for _ in range(self.n)]
         seeds = [derive(self.context.seed, *self.purpose, prompt_id, sample) for prompt_id, sample in keys]
-        requests = [Request(self.prompts.token_ids[p], seed) for p, seed in zip(owners, seeds, strict=True)]
+        images = self.prompts.images or {}
+        requests = [
+            Request(self.prompts.token_ids[p], seed, images.get(self.prompts.ids[p], ()))
+            for p, seed in zip(owners, seeds, strict=True)
+        ]
         engine = self._open()
         with progress(f"generating, shard {index + 1} of {self.shards}", len(requests), "completions") as done:
             started = time.monotonic()

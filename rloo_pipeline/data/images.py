@@ -1,0 +1,162 @@
+"""Images of prompts: read as people have them, kept as encoded bytes in the column `images`."""
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rloo_pipeline.errors import UserError
+from rloo_pipeline.manifest import RESTORE
+from rloo_pipeline.shards import read_table, write_table
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COLUMN = "images"
+# Below the shards of rollouts, in a folder of its own: whoever reads *.parquet beside the manifest reads rows alone.
+FILE = Path("images") / "images.parquet"
+# Offsets of 64 bits, because the images of a dataset are often more than 2 GiB.
+IMAGES = pa.list_(pa.large_binary())
+# Other formats of Pillow's start programs or are rarely meant (EPS calls Ghostscript).
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+Encoded = Sequence[bytes]
+
+
+def has_images(table: pa.Table) -> bool:
+    """Whether `prepare` made the column `images`, which it does for vision-language policies alone."""
+    return COLUMN in table.column_names and _is_made(table.schema.field(COLUMN).type)
+
+
+def images_of(table: pa.Table) -> dict[str, Encoded] | None:
+    """The encoded images of each prompt that has any, by prompt_id; None without a column of images."""
+    if not has_images(table):
+        return None
+    some = table.filter(pc.greater(pc.fill_null(pc.list_value_length(table[COLUMN]), 0), 0))
+    return dict(zip(some["prompt_id"].to_pylist(), some[COLUMN].to_pylist(), strict=True))
+
+
+def write_images(directory: Path, images: Mapping[str, Encoded]) -> str:
+    """Write the images of prompts, each once, below the shards of their rollouts; returns their fingerprint."""
+    table = pa.table({"prompt_id": pa.array(images, pa.string()), COLUMN: pa.array(images.values(), IMAGES)})
+    return write_table(directory / FILE, table)
+
+
+def read_images(directory: Path, facts: Mapping[str, Any]) -> dict[str, Encoded] | None:
+    """The images of prompts that rollouts with these facts were sampled from, by prompt_id; None if they saw none.
+
+    Raises UserError if they are not what was written.
+    """
+    if COLUMN not in facts:
+        return None
+    table, content = read_table(directory / FILE)
+    if content != facts[COLUMN]:
+        raise UserError(f"{directory / FILE}: not the images that the rollouts were sampled from; {RESTORE}")
+    return images_of(table)
+
+
+def with_images(rows: pa.Table, column: str | None, root: Path, source: str) -> pa.Table:
+    """`rows` with `column` turned into `images`, list<large_binary>: bytes as given, null for a row without images.
+
+    A cell is an image or a list of images, each as bytes, as a struct of bytes and path, or as a path below `root`.
+    Raises UserError that names `source` and row (counted from 1) for what is not an image.
+    """
+    if column is None:
+        _refuse_unmarked(rows, source)
+        return rows
+    if column not in rows.column_names:
+        raise UserError(
+            f"{source}: no column {column}; there are {', '.join(rows.column_names)}; set prompts.images_column to one "
+            "of them"
+        )
+    if column != COLUMN and COLUMN in rows.column_names:
+        raise UserError(
+            f"{source}: prompts.images_column is {column}, but there is a column {COLUMN} too, which it would take the "
+            "place of; rename or drop one"
+        )
+    where = f"{source}, column {column}"
+    cells = [_read_cell(cell, root, f"{where}, row {row}") for row, cell in enumerate(rows[column].to_pylist(), 1)]
+    return rows.drop_columns([column]).append_column(COLUMN, pa.array(cells, IMAGES))
+
+
+def decode(image: bytes) -> "Image":
+    """The decoded image, as a dataset of images gives it; raises UserError if it is not one of FORMATS or broken."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise UserError("images need the package Pillow; install it with `pip install pillow`") from error
+    try:
+        opened = Image.open(BytesIO(image), formats=FORMATS)
+        opened.load()
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+        told = "of no format that is read" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise UserError(f"not an image ({told}); the formats are {', '.join(FORMATS)}") from error
+    return opened
+
+
+def with_placeholders(messages: Sequence[dict[str, str]], images: int) -> list[dict[str, Any]]:
+    """Messages in the form of vision-language chat templates, the images before the text of the first user message.
+
+    As TRL's prepare_multimodal_messages. Raises UserError if there are images and no user message.
+    """
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        content = [{"type": "text", "text": message["content"]}]
+        if message["role"] == "user" and images:
+            content = [{"type": "image"}] * images + content
+            images = 0
+        made.append({**message, "content": content})
+    if images:
+        raise UserError("has images, but no user message to put them in; add one")
+    return made
+
+
+def _is_made(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) and pa.types.is_large_binary(kind.value_type))
+
+
+def _refuse_unmarked(rows: pa.Table, source: str) -> None:
+    """The type tells later stages that the policy sees images, so a column for rewards alone must not have it."""
+    if has_images(rows):
+        raise UserError(
+            f"{source}: column {COLUMN} holds lists of large_binary; set prompts.images_column to {COLUMN} if the "
+            "policy is to see them, else rename the column"
+        )
+
+
+def _read_cell(cell: Any, root: Path, where: str) -> list[bytes] | None:
+    if cell is None:
+        return None
+    items = cell if isinstance(cell, list) else [cell]
+    read = [_read(item, root, f"{where}, image {number}") for number, item in enumerate(items, 1)]
+    return read or None
+
+
+def _read(item: Any, root: Path, where: str) -> bytes:
+    if isinstance(item, dict):
+        item = item.get("bytes") or item.get("path")
+    if isinstance(item, str):
+        item = _from_file(item, root, where)
+    if not isinstance(item, bytes):
+        raise UserError(
+            f"{where}: expected bytes, a struct of bytes and path, or a path, found {type(item).__name__}; mend or "
+            "remove the row"
+        )
+    try:
+        decode(item)
+    except UserError as error:
+        raise UserError(f"{where}: {error}; mend or remove the row") from error
+    return item
+
+
+def _from_file(path: str, root: Path, where: str) -> bytes:
+    try:
+        return (root / path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{where}: {path[:200]!r} could not be read ({type(error).__name__}); paths are taken from the project's "
+            "folder, and nothing is fetched from the network"
+        ) from error

@@ -1,0 +1,143 @@
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rloo_pipeline.config import ExecutionConfig
+from rloo_pipeline.engines import Request
+from rloo_pipeline.engines.choose import open_engine
+from rloo_pipeline.policy.batches import collate
+from rloo_pipeline.policy.images import RowImages, load_vision
+from rloo_pipeline.policy.load import load_model
+from rloo_pipeline.policy.logprobs import score, score_batch
+from tests.sampling import Counter
+from tests.tiny import make_vlm_policy
+
+KINDS = ("llava", "idefics3", "qwen2_vl")
+TEMPERATURE = 0.7
+
+
+def picture(seed: int, width: int = 40, height: int = 30, kind: str = "PNG") -> bytes:
+    """An encoded image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer := BytesIO(), kind)
+    return buffer.getvalue()
+
+
+def like(image: bytes) -> bytes:
+    """Other pixels of the same size."""
+    return picture(9, *Image.open(BytesIO(image)).size)
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+# One image, two of different sizes, none, and one again.
+PROMPTS = [user("a cat?"), user("Which of the two?"), user("Only text."), user("Hm")]
+IMAGES = [[picture(1)], [picture(2), picture(3, 30, 60)], [], [picture(4, kind="JPEG")]]
+
+
+class Sampled:
+    """A tiny policy with what it sampled for the prompts, twice each, in batches of three."""
+
+    def __init__(self, folder, kind):
+        self.path = make_vlm_policy(folder, kind)
+        self.vision = load_vision(self.path)
+        self.model = load_model(self.path, "float32", images=True)
+        self.texts, prompts = self.vision.render(PROMPTS, IMAGES)
+        self.owners = [row for row in range(len(prompts)) for _ in range(2)]
+        self.prompts = [prompts[row] for row in self.owners]
+        self.images = RowImages(self.vision, [IMAGES[row] for row in self.owners])
+        self.samples = self.generate(batch_size=3)
+        self.completions = [sample.token_ids for sample in self.samples]
+
+    def generate(self, batch_size):
+        engine = open_engine(
+            "transformers",
+            self.path,
+            max_model_len=128,
+            max_tokens=6,
+            temperature=TEMPERATURE,
+            dtype="float32",
+            seed=0,
+            execution=ExecutionConfig(generation_batch_size=batch_size),
+            images=True,
+        )
+        rows = zip(self.prompts, self.images.images_N, strict=True)
+        return engine.generate([Request(ids, 100 + n, images) for n, (ids, images) in enumerate(rows)], Counter())
+
+    def score(self, images=None, batch_tokens=200):
+        given = (self.model, self.prompts, self.completions, TEMPERATURE, batch_tokens, Counter())
+        return score(*given, images or self.images)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def sampled(request, tmp_path_factory):
+    return Sampled(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def plain_logprobs(sampled, row):
+    """By the library's own processor and forward pass of one row, in no batch."""
+    owner = sampled.owners[row]
+    pictures = [Image.open(BytesIO(image)) for image in IMAGES[owner]]
+    processor = sampled.vision.processor
+    inputs = processor(
+        text=[sampled.texts[owner]], images=[pictures] if pictures else None, add_special_tokens=False,
+        return_tensors="pt",
+    )  # fmt: skip
+    assert inputs["input_ids"][0].tolist() == sampled.prompts[row]
+    completion = torch.tensor([sampled.completions[row]])
+    ids = torch.cat([inputs["input_ids"], completion], dim=1)
+    inputs["input_ids"], inputs["attention_mask"] = ids, torch.ones_like(ids)
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(completion)], dim=1)
+    with torch.no_grad():
+        logits = sampled.model(**inputs).logits[0, len(sampled.prompts[row]) - 1 : -1].double()
+    logits[:, list(sampled.vision.placeholders)] = -torch.inf
+    return (logits / TEMPERATURE).log_softmax(-1).gather(-1, completion.T)[:, 0].tolist()
+
+
+def test_logprobs_are_those_of_a_plain_forward_pass_and_of_the_sampler(sampled):
+    for row, (got, sample) in enumerate(zip(sampled.score(), sampled.samples, strict=True)):
+        assert got.tolist() == pytest.approx(plain_logprobs(sampled, row), abs=1e-4)
+        assert got.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+
+
+def test_samples_do_not_depend_on_the_batch(sampled):
+    alone = sampled.generate(batch_size=1)
+    assert [sample.token_ids for sample in alone] == sampled.completions
+    for one, other in zip(alone, sampled.samples, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_images_matter(sampled):
+    others = RowImages(sampled.vision, [[like(image) for image in images] for images in sampled.images.images_N])
+    for own, other, images in zip(sampled.score(), sampled.score(others), sampled.images.images_N, strict=True):
+        assert (np.abs(own - other).max() > 1e-3) == bool(images)
+
+
+def test_gradient_reaches_language_model_and_image_encoder(sampled):
+    rows = np.arange(len(sampled.prompts))
+    batch = collate(sampled.prompts, sampled.completions, rows)
+    sampled.model.zero_grad()
+    score_batch(sampled.model, batch, TEMPERATURE, sampled.images).logprobs_BT.sum().backward()
+    for part in (("language_model", "text_model"), ("vision", "visual")):
+        parameters = [p for name, p in sampled.model.named_parameters() if any(word in name for word in part)]
+        norms = [parameter.grad.norm().item() for parameter in parameters if parameter.grad is not None]
+        assert np.isfinite(norms).all()
+        assert max(norms) > 0
+    sampled.model.zero_grad()
+
+
+def test_placeholders_are_never_sampled(sampled):
+    """Whatever the model thinks of them: sampler and policy give them probability 0, and the rest sums to 1."""
+    forbidden = sampled.vision.placeholders
+    assert not {token for tokens in sampled.completions for token in tokens} & set(forbidden)
+    completions = [[token] for token in range(len(sampled.vision.processor.tokenizer)) if token not in forbidden]
+    prompts = [sampled.prompts[0]] * len(completions)
+    images = RowImages(sampled.vision, [IMAGES[0]] * len(completions))
+    got = score(sampled.model, prompts, completions, TEMPERATURE, 2000, Counter(), images)
+    assert np.exp(np.concatenate(got)).sum() == pytest.approx(1, abs=1e-4)
