@@ -73,7 +73,7 @@ class JudgeReward(RewardBase):
 
     @model_validator(mode="after")
     def _can_ask(self) -> Self:
-        if "{completion}" not in self.prompt:
+        if "{completion}" not in re.sub(r"\{\{\w+\}\}", "", self.prompt):
             raise ValueError("prompt: {completion} is missing, so every completion would get the same score; add it")
         if (self.token is None) == (self.pattern is None):
             raise ValueError("name exactly one of token and pattern")

@@ -1,44 +1,46 @@
-"""Reward models: a sequence classification model with one logit."""
+"""Reward models: a logit of a sequence classification model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.data.prompts import is_conversational
 from rloo_pipeline.data.template import Message, render_chat
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.progress import progress
 from rloo_pipeline.reward_config import ModelReward
+from rloo_pipeline.rewards.loading import (
+    Ids,
+    ScoreRows,
+    context_of,
+    freed,
+    lengths_of,
+    misfits,
+    model_files,
+    tokenize,
+)
+from rloo_pipeline.rewards.scored import Scored
 
-Ids = list[int]
 
+@contextmanager
+def open_model(config: ModelReward, root: Path, execution: ExecutionConfig) -> Iterator[ScoreRows]:
+    """A reward model, loaded once: the logit of each completion after its prompt.
 
-def score_model(config: ModelReward, rows: pa.Table, root: Path, batch_tokens: int) -> npt.NDArray[np.float64]:
-    """`scores_N`: the model's logit for each completion after its prompt, computed in float32.
-
-    Conversations go through the reward model's own chat template. The score is that of the row alone, whatever the
-    batch: at most `batch_tokens` padded tokens. Raises UserError if the model cannot be loaded, is not a trained
-    model with one logit, or a row is longer than it can see.
+    The score is what the model gives the row alone, whatever the batch: at most `execution.rewards_batch_tokens`
+    padded tokens. Its memory is given back on leaving. Raises UserError if it cannot be loaded, has no trained head or
+    no such logit; a row that does not fit its context, or whose logit is not finite, is an error of that row.
     """
-    from rloo_pipeline.policy.batches import plan
-
-    tokenizer, model = _load(config, root)
-    ids = token_ids(rows, tokenizer)
-    lengths_N = np.array([len(tokens) for tokens in ids], dtype=np.int64)
-    _check_lengths(config, rows, lengths_N, _longest(tokenizer, model))
-    scores_N = np.empty(len(ids), dtype=np.float64)
-    with progress(f"reward {config.name}", len(ids), "completions") as done:
-        for rows_B in plan(lengths_N, batch_tokens):
-            scores_N[rows_B] = _logits(model, [ids[row] for row in rows_B])
-            done.advance(len(rows_B))
-    if not np.isfinite(scores_N).all():
-        row = int(np.flatnonzero(~np.isfinite(scores_N))[0])
-        raise UserError(f"reward {config.name}: {config.model} gives {scores_N[row]} for {_place(rows, row)}; check it")
-    return scores_N
+    what = f"reward {config.name}: model {config.model}"
+    with model_files(config.model, config.revision, root, what) as directory:
+        tokenizer, model = _load(config, directory, what)
+    with freed(model):
+        yield lambda rows: _score(config, rows, tokenizer, model, execution.rewards_batch_tokens)
 
 
 def token_ids(rows: pa.Table, tokenizer: Any) -> list[Ids]:
@@ -52,87 +54,96 @@ def token_ids(rows: pa.Table, tokenizer: Any) -> list[Ids]:
         texts = render_chat(answered, tokenizer, add_generation_prompt=False)
     else:
         texts = [prompt + text for prompt, text in zip(prompts, completions, strict=True)]
-    return cast(list[Ids], tokenizer(texts, add_special_tokens=not conversational, verbose=False)["input_ids"])
+    return tokenize(texts, tokenizer, by_template=conversational)
 
 
-def _load(config: ModelReward, root: Path) -> tuple[Any, Any]:
+def _load(config: ModelReward, directory: Path, what: str) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    from rloo_pipeline.policy.load import device
+    from rloo_pipeline.policy.load import device, load_config, load_tokenizer
 
     logging.disable_progress_bar()
-    local = root / str(config.model)
-    origin = str(local) if local.is_dir() else str(config.model)
     try:
-        # Unset, trust_remote_code would ask on the terminal.
-        shared = {"revision": config.revision, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
+        tokenizer = load_tokenizer(directory)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            origin, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **shared
+            directory,
+            config=load_config(directory),
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"reward {config.name}: {config.model} is neither a directory of the project with a sequence "
-            f"classification model and its tokenizer nor a hub id that can be reached: {error}"
-        ) from error
-    if model.config.num_labels != 1:
-        raise UserError(
-            f"reward {config.name}: {config.model} has {model.config.num_labels} logits; a reward model has one"
-        )
+    except (OSError, ValueError, RuntimeError, UserError) as error:
+        raise UserError(f"{what}: not a sequence classification model with its tokenizer: {error}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
         raise UserError(
-            f"reward {config.name}: {config.model} has no weights for {missing}: it is "
-            "not a trained reward model; train its head first or name another"
+            f"{what}: has no weights for {missing}: it is not a trained reward model; train its head first or name "
+            "another"
         )
+    check_logit(config, model.config.num_labels, what)
     return tokenizer, model.to(device()).eval()
 
 
-def _longest(tokenizer: Any, model: Any) -> int:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(min(tokenizer.model_max_length, context or tokenizer.model_max_length))
+def check_logit(config: ModelReward, logits: int, what: str) -> None:
+    """Raise UserError, which begins with `what`, if the model has no such logit, or several and none is chosen."""
+    if config.logit is None and logits != 1:
+        raise UserError(f"{what}: has {logits} logits; set logit to the one that is the score, 0 to {logits - 1}")
+    if config.logit is not None and config.logit >= logits:
+        raise UserError(f"{what}: logit is {config.logit}, but it has {logits}, counted from 0; name one of them")
 
 
-def _check_lengths(config: ModelReward, rows: pa.Table, lengths_N: npt.NDArray[np.int64], longest: int) -> None:
-    wrong = np.flatnonzero((lengths_N > longest) | (lengths_N == 0))
-    if wrong.size:
-        row = int(wrong[0])
-        raise UserError(
-            f"reward {config.name}: {_place(rows, row)} has {lengths_N[row]} tokens for {config.model}, "
-            f"which takes 1 to {longest}; shorten rollouts.max_tokens or the prompts, or use another model"
-        )
+def _score(config: ModelReward, rows: pa.Table, tokenizer: Any, model: Any, batch_tokens: int) -> Scored:
+    from rloo_pipeline.policy.batches import plan
+
+    ids = token_ids(rows, tokenizer)
+    lengths_N = lengths_of(ids)
+    errors = misfits(lengths_N, context_of(model, tokenizer), config.model)
+    fitting = np.setdiff1d(np.arange(len(ids)), list(errors))
+    # An encoder-decoder's head wants as many EOS in every row of a batch: each row alone.
+    budget = 1 if model.config.is_encoder_decoder else batch_tokens
+    scores_N = np.full(len(ids), np.nan)
+    with progress(f"reward {config.name}", len(ids), "completions") as done:
+        done.advance(len(errors))
+        for batch in plan(lengths_N[fitting], budget):
+            rows_B = fitting[batch]
+            scores_N[rows_B] = _logits(model, [ids[row] for row in rows_B], config.logit or 0)
+            done.advance(len(rows_B))
+    for row in fitting[~np.isfinite(scores_N[fitting])].tolist():
+        errors[row] = f"{config.model} gives {scores_N[row]}"
+        scores_N[row] = np.nan
+    return Scored(scores_N, errors)
 
 
-def _logits(model: Any, ids: Sequence[Ids]) -> npt.NDArray[np.float64]:
+def _logits(model: Any, ids: Sequence[Ids], logit: int) -> npt.NDArray[np.float64]:
+    """One logit of each row, padded on the right."""
     import torch
 
-    width = max(len(tokens) for tokens in ids)
-    fill, restore = _fill(model, ids), model.config.get_text_config().pad_token_id
-    padded = torch.tensor([tokens + [fill] * (width - len(tokens)) for tokens in ids], device=model.device)
-    mask = torch.tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens in ids], device=model.device)
-    model.config.get_text_config().pad_token_id = fill
+    from rloo_pipeline.policy.batches import ragged
+
+    text, own = model.config.get_text_config(), model.config.get_text_config().pad_token_id
+    text.pad_token_id = _fill(text, ids)
+    width = int(lengths_of(ids).max())
+    padded, mask = ragged(ids, np.zeros(len(ids), np.int64), width, text.pad_token_id)
+    given = {"input_ids": torch.from_numpy(padded), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
     with torch.inference_mode():
-        logits_B = model(input_ids=padded, attention_mask=mask).logits[:, 0]
-    model.config.get_text_config().pad_token_id = restore
-    return cast(npt.NDArray[np.float64], logits_B.double().cpu().numpy())
+        logits_B = model(**{name: tensor.to(model.device) for name, tensor in given.items()}).logits[:, logit]
+    text.pad_token_id = own
+    found: npt.NDArray[np.float64] = logits_B.double().cpu().numpy()
+    return found
 
 
-def _fill(model: Any, ids: Sequence[Ids]) -> int:
+def _fill(text_config: Any, ids: Sequence[Ids]) -> int:
     """What to pad with: the model's own pad id, else any id that no row ends with.
 
-    Many heads score the last token that is not the pad id. A model without one scores the last token when it gets a
-    row alone, and with such a fill it does so in a batch.
+    Heads that read one position read the last token that is not the model's pad id. So a row that ends in it is scored
+    at the token before, alone and in a batch; without a pad id, alone, the last token is scored whatever it is, and
+    with such a fill it is in a batch too.
     """
-    pad = model.config.get_text_config().pad_token_id
-    if pad is not None:
-        return int(pad)
+    if text_config.pad_token_id in range(text_config.vocab_size):
+        return int(text_config.pad_token_id)
     last = {tokens[-1] for tokens in ids}
     return next(candidate for candidate in range(len(last) + 1) if candidate not in last)
-
-
-def _place(rows: pa.Table, row: int) -> str:
-    return (
-        f"row {row + 1}, prompt_id {rows['prompt_id'][row].as_py()}, sample_index {rows['sample_index'][row].as_py()}"
-    )
