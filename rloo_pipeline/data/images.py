@@ -1,6 +1,9 @@
 """Images of prompts: read as people have them, kept as encoded bytes in the column `images`."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rloo_pipeline.data.keep import Rows
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.manifest import RESTORE
 from rloo_pipeline.shards import read_table, write_table
@@ -58,38 +62,47 @@ def read_images(directory: Path, facts: Mapping[str, Any]) -> dict[str, Encoded]
     return images_of(table)
 
 
-def with_images(rows: pa.Table, column: str | None, root: Path, source: str) -> pa.Table:
+def with_images(rows: Rows, column: str | None, root: Path) -> Rows:
     """`rows` with `column` turned into `images`, list<large_binary>: bytes as given, null for a row without images.
 
     A cell is an image or a list of images, each as bytes, as a struct of bytes and path, or as a path below `root`.
-    Raises UserError that names `source` and row (counted from 1) for what is not an image.
+    Raises UserError that names source and row for what is not an image; a table without the column is left as it is.
     """
+    table = rows.table
     if column is None:
-        _refuse_unmarked(rows, source)
+        _refuse_unmarked(rows)
+    if column != COLUMN and column in table.column_names and COLUMN in table.column_names:
+        raise UserError(
+            f"{rows.source}: prompts.images_column is {column}, but there is a column {COLUMN} too, which it would "
+            "take the place of; rename or drop one"
+        )
+    if column is None or column not in table.column_names:
         return rows
-    if column not in rows.column_names:
+
+    def read(index: int, cell: pa.Scalar) -> list[bytes] | None:
+        return _read_cell(cell.as_py(), root, rows.place(index, column))
+
+    _check_pillow()
+    with ThreadPoolExecutor() as pool:  # Pillow decodes outside the interpreter's lock.
+        cells = list(pool.map(read, range(table.num_rows), table[column]))
+    return replace(rows, table=table.drop_columns([column]).append_column(COLUMN, pa.array(cells, IMAGES)))
+
+
+def check_images(table: pa.Table, column: str | None, source: str) -> None:
+    """Raise UserError if none of the datasets that `table` was put together from has the column of images."""
+    if column is not None and not has_images(table):
         raise UserError(
-            f"{source}: no column {column}; there are {', '.join(rows.column_names)}; set prompts.images_column to one "
-            "of them"
+            f"{source}: no column {column}; there are {', '.join(table.column_names)}; set prompts.images_column to "
+            "one of them (null cells are rows without images)"
         )
-    if column != COLUMN and COLUMN in rows.column_names:
-        raise UserError(
-            f"{source}: prompts.images_column is {column}, but there is a column {COLUMN} too, which it would take the "
-            "place of; rename or drop one"
-        )
-    where = f"{source}, column {column}"
-    cells = [_read_cell(cell, root, f"{where}, row {row}") for row, cell in enumerate(rows[column].to_pylist(), 1)]
-    return rows.drop_columns([column]).append_column(COLUMN, pa.array(cells, IMAGES))
 
 
 def decode(image: bytes) -> "Image":
-    """The decoded image, as a dataset of images gives it; raises UserError if it is not one of FORMATS or broken."""
+    """The decoded image; raises UserError if it is not one of FORMATS or broken."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise UserError("images need the package Pillow; install it with `pip install pillow`") from error
-    try:
-        opened = Image.open(BytesIO(image), formats=FORMATS)
+        opened = open_image(image)
         opened.load()
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         told = "of no format that is read" if isinstance(error, UnidentifiedImageError) else str(error)
@@ -97,32 +110,57 @@ def decode(image: bytes) -> "Image":
     return opened
 
 
-def with_placeholders(messages: Sequence[dict[str, str]], images: int) -> list[dict[str, Any]]:
+def open_image(image: bytes) -> "Image":
+    """The image, decoded when its pixels are asked for."""
+    from PIL import Image
+
+    return Image.open(BytesIO(image), formats=FORMATS)
+
+
+def as_seen(rows: pa.Table) -> dict[str, list[Any]]:
+    """`prompts` and `images` of rows with images as TRL gives them to reward functions: opened images, also within.
+
+    Nothing for rows of a policy that sees no images.
+    """
+    if not has_images(rows):
+        return {}
+    images = [[open_image(image) for image in cell or ()] for cell in rows[COLUMN].to_pylist()]
+    pairs = zip(rows["prompt"].to_pylist(), images, strict=True)
+    prompts = [with_parts(messages, [{"image": image} for image in some]) for messages, some in pairs]
+    return {"prompts": prompts, COLUMN: images}
+
+
+def with_parts(messages: Sequence[dict[str, str]], images: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages in the form of vision-language chat templates, the images before the text of the first user message.
 
-    As TRL's prepare_multimodal_messages. Raises UserError if there are images and no user message.
+    As TRL's prepare_multimodal_messages; what `images` holds stands in the parts of type image. Raises UserError if
+    there are images and no user message.
     """
-    made: list[dict[str, Any]] = []
+    left, made = [{"type": "image", **image} for image in images], []
     for message in messages:
-        content = [{"type": "text", "text": message["content"]}]
-        if message["role"] == "user" and images:
-            content = [{"type": "image"}] * images + content
-            images = 0
+        content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}]
+        if message["role"] == "user":
+            content, left = left + content, []
         made.append({**message, "content": content})
-    if images:
+    if left:
         raise UserError("has images, but no user message to put them in; add one")
     return made
+
+
+def _check_pillow() -> None:
+    if find_spec("PIL") is None:
+        raise UserError("prompts.images_column needs the package Pillow; install it with `pip install pillow`")
 
 
 def _is_made(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) and pa.types.is_large_binary(kind.value_type))
 
 
-def _refuse_unmarked(rows: pa.Table, source: str) -> None:
+def _refuse_unmarked(rows: Rows) -> None:
     """The type tells later stages that the policy sees images, so a column for rewards alone must not have it."""
-    if has_images(rows):
+    if has_images(rows.table):
         raise UserError(
-            f"{source}: column {COLUMN} holds lists of large_binary; set prompts.images_column to {COLUMN} if the "
+            f"{rows.source}: column {COLUMN} holds lists of large_binary; set prompts.images_column to {COLUMN} if the "
             "policy is to see them, else rename the column"
         )
 

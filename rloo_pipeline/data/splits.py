@@ -1,7 +1,7 @@
 """The prompts to train on and the held-out ones: one dataset each, or several put together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from rloo_pipeline import seeds
 from rloo_pipeline.config import PromptsConfig
-from rloo_pipeline.data.images import with_images
+from rloo_pipeline.data.images import check_images, with_images
 from rloo_pipeline.data.keep import LeftOut
 from rloo_pipeline.data.load import load_kept
 from rloo_pipeline.data.prompts import first_repeated, is_conversational, prompt_table
@@ -74,16 +74,17 @@ def _load_split(config: PromptsConfig, split: Split, root: Path) -> Loaded:
     left_out: list[LeftOut] = []
     for number, dataset in enumerate(datasets):
         place = split if len(datasets) == 1 else f"{split}.{number}"
-        rows = load_kept(dataset, root)
-        seen = with_images(rows.table, config.images_column, root, rows.source)
-        table = prompt_table(replace(rows, table=seen), dataset, config, place)
+        rows = with_images(load_kept(dataset, root), config.images_column, root)
+        table = prompt_table(rows, dataset, config, place)
         if dataset.weight is not None:
             table = table.append_column(MIXTURE, pa.array([number] * table.num_rows, pa.int32()))
             table = table.append_column(MIXTURE_WEIGHT, pa.array([dataset.weight] * table.num_rows, pa.float64()))
         tables.append(table)
         names.append(f"prompts.{place} ({rows.source})")
         left_out += rows.left_out
-    return Loaded(tables[0] if len(tables) == 1 else concatenate(tables, names), tuple(left_out))
+    table = tables[0] if len(tables) == 1 else concatenate(tables, names)
+    check_images(table, config.images_column, ", ".join(names))
+    return Loaded(table, tuple(left_out))
 
 
 def concatenate(tables: Sequence[pa.Table], names: Sequence[str]) -> pa.Table:

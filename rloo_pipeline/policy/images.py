@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from rloo_pipeline.data.images import Encoded, decode, images_of, with_placeholders
+from rloo_pipeline.data.images import Encoded, decode, images_of, with_parts
 from rloo_pipeline.data.prompts import is_conversational
 from rloo_pipeline.data.template import render, render_chat
 from rloo_pipeline.errors import UserError
@@ -46,7 +46,7 @@ class Vision:
         messages = []
         for row, (prompt, images) in enumerate(zip(prompts, images_P, strict=True), start=1):
             try:
-                messages.append(with_placeholders(prompt, len(images)))
+                messages.append(with_parts(prompt, [{}] * len(images)))
             except UserError as error:
                 raise UserError(f"prompt {row} {error}") from error
         texts = render_chat(messages, self.processor, add_generation_prompt=True)
@@ -147,10 +147,10 @@ def load_vision(model: Path, trust_remote_code: bool = False) -> Vision:
 
 def placeholder_ids(config: Any) -> list[int]:
     """The ids that stand for images, videos and sound in a model's input; UserError if one is that of the padding."""
-    found = {getattr(config, name, None) for name in PLACEHOLDERS} - {None}
+    found = [getattr(config, name, None) for name in PLACEHOLDERS]
     if 0 in found:
         raise UserError(f"{config.model_type}: its placeholder of images has id 0, which is the padding's here")
-    return sorted(found)
+    return [number for number in found if number is not None]
 
 
 def for_images(processor: Any) -> Any:

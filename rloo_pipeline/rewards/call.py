@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rloo_pipeline.data.images import as_seen
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.schema import CALL_ARGUMENTS, RESERVED_COLUMNS
 
@@ -44,13 +45,14 @@ def arguments(rows: pa.Table, state: TrainerState) -> Arguments:
     completions: list[Any] = texts
     if pa.types.is_list(rows["prompt"].type):
         completions = [[{"role": "assistant", "content": text}] for text in texts]
-    return {
+    given = {
         "prompts": rows["prompt"].to_pylist(),
         "completions": completions,
         "completion_ids": rows["completion_token_ids"].to_pylist(),
         **{name: rows[name].to_pylist() for name in dataset_columns(rows)},
         "trainer_state": state,
     }
+    return given | as_seen(rows)
 
 
 def dataset_columns(rows: pa.Table) -> list[str]:
