@@ -7,7 +7,7 @@ from typing import Any
 from rloo_pipeline.config import Params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
-from rloo_pipeline.layout import INITIAL, STAGES, Layout
+from rloo_pipeline.layout import INITIAL, REWARD_MODEL, STAGES, Layout
 
 Row = dict[str, Any]
 
@@ -59,7 +59,7 @@ def seconds(layout: Layout, iteration: str) -> float:
 
 
 def show(layout: Layout, params: Params) -> None:
-    """Print the table of the run: rewards, win rate, KL, groups without signal, seconds."""
+    """Print the table of the run: rewards, win rate, KL, groups without signal, seconds; above it the reward models."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -79,7 +79,23 @@ def show(layout: Layout, params: Params) -> None:
             _number(row, "advantages/frac_reward_zero_std", ".0%"),
             f"{seconds(layout, row['iteration']):.0f}",
         )
+    for name in params.reward_models:
+        print(reward_model(layout, name))
     Console().print(table)
+
+
+def reward_model(layout: Layout, name: str) -> str:
+    """One line on what held-out pairs say of a reward model."""
+    found = _read(layout.metrics(REWARD_MODEL, name))
+    if not found:
+        return f"reward model {name}: not trained yet"
+    accuracy, low, high, error = (
+        _number(found, key, ".3f") for key in ("accuracy", "accuracy_low", "accuracy_high", "calibration_error")
+    )
+    return (
+        f"reward model {name}: held-out pairs won {accuracy} (95% {low} to {high}) of {found.get('eval_pairs')}, "
+        f"calibration error {error}"
+    )
 
 
 def verdict(rows: list[Row]) -> str:

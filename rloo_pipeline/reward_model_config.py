@@ -8,8 +8,8 @@ from rloo_pipeline.data_config import TableConfig
 from rloo_pipeline.objective.schedule import Schedule
 from rloo_pipeline.objective_config import OptimizerConfig
 
-# Stricter than other names: a dot would be read as a path by DVC, as in reward_models.<name>.
-ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+# Stricter than other names: DVC would read a dot as part of a path, and four digits are an iteration.
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 
 
 class RewardModelConfig(OptimizerConfig):
@@ -24,7 +24,7 @@ class RewardModelConfig(OptimizerConfig):
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Longest prompt + completion, tokens; pairs with a longer one are left out; null: what the base takes.",
+        description="Longest prompt + completion, tokens; longer pairs are left out; null: what the base can see.",
     )
     batch_size: int = Field(ge=1, description="Pairs of one optimizer step.")
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps; or give epochs.")

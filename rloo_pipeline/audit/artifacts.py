@@ -8,23 +8,34 @@ import pyarrow.parquet as pq
 from rloo_pipeline import fingerprint
 from rloo_pipeline.config import IterationConfig, Params
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.layout import INITIAL, Layout
+from rloo_pipeline.layout import INITIAL, REWARD_MODEL, Layout, reward_model_at
 from rloo_pipeline.manifest import read_manifest
 
 SOURCE = "source:"
 PROMPTS = ("train", "eval")
+MODEL_TABLES = {"pairs": "eval", "steps": "steps"}  # of a reward model: output to file
 
 
 def stages_of(iteration: str) -> tuple[str, ...]:
-    """The stages that leave provenance for an iteration, in the order of running."""
+    """The stages that leave provenance for an iteration (or a reward model), in the order of running."""
+    if is_reward_model(iteration):
+        return (REWARD_MODEL,)
     if iteration == INITIAL:
         return ("prepare", "evaluate")
     return ("rollouts", "logprobs", "rewards", "advantages", "update", "evaluate")
 
 
+def is_reward_model(iteration: str) -> bool:
+    """Whether what stands in the place of an iteration's id is a reward model's name, which begins with a letter."""
+    return iteration[:1].isalpha()
+
+
 def link_of(params: Params, iteration: str) -> IterationConfig:
-    """The iteration's entry in the chain; the initial policy's links are to itself. UserError if there is none."""
-    if iteration == INITIAL:
+    """The iteration's entry in the chain; UserError if there is none.
+
+    The initial policy's links are to itself, and those of a reward model are not used.
+    """
+    if iteration == INITIAL or is_reward_model(iteration):
         return IterationConfig(previous=INITIAL, reference=INITIAL)
     if iteration not in params.iterations:
         known = ", ".join((INITIAL, *params.iterations))
@@ -36,6 +47,9 @@ def outputs(layout: Layout, stage: str, iteration: str) -> dict[str, Path]:
     """Where a stage's outputs lie, by name."""
     if stage == "evaluate":
         return {"evaluation": layout.evaluation(iteration)}
+    if stage == REWARD_MODEL:
+        tables = {name: layout.preferences(iteration) / f"{file}.parquet" for name, file in MODEL_TABLES.items()}
+        return {"model": layout.reward_model(iteration)} | tables
     if stage not in ("prepare", "update"):
         return {stage: layout.artifacts / stage / iteration}
     policy = {"policy": layout.model(iteration), "trainer_state": layout.trainer_state(iteration)}
@@ -67,7 +81,8 @@ def input_path(layout: Layout, stage: str, iteration: str, link: IterationConfig
 def maker(stage: str, iteration: str, link: IterationConfig, role: str) -> tuple[str, str] | None:
     """The stage and iteration that made the input `role`; None for a file of the user's own."""
     if role.startswith(SOURCE):
-        return None
+        trained = reward_model_at(Path(role.removeprefix(SOURCE)))
+        return (REWARD_MODEL, trained) if trained else None
     if role == "prompts":
         return "prepare", INITIAL
     if role == "opponent":
@@ -84,6 +99,8 @@ def output_fingerprint(stage: str, parts: Mapping[str, str]) -> str:
         return fingerprint.of_json({name: parts[name] for name in ("policy", *PROMPTS)})
     if stage == "update":
         return fingerprint.of_json([parts["policy"], parts["trainer_state"]])
+    if stage == REWARD_MODEL:
+        return fingerprint.of_json({name: parts[name] for name in ("model", *MODEL_TABLES)})
     (only,) = parts.values()
     return only
 

@@ -17,7 +17,7 @@ from rloo_pipeline.audit.contents import Contents
 from rloo_pipeline.audit.provenance import anew, read_provenance, tells_of_another
 from rloo_pipeline.config import Params
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.layout import INITIAL, STAGES, Layout, check_iteration
+from rloo_pipeline.layout import INITIAL, REWARD_MODEL, STAGES, Layout, check_iteration
 from rloo_pipeline.progress import say
 
 Key = tuple[str, str]  # stage, iteration
@@ -85,7 +85,13 @@ def _walk(layout: Layout, params: Params, start: Key) -> dict[Key, Node]:
         link = link_of(params, node.iteration)
         made_by = [maker(*key, link, role) for role in node.provenance["inputs"]]
         waiting += [item for item in made_by if item is not None]
-    return dict(sorted(nodes.items(), key=lambda item: (item[0][1], STAGES.index(item[0][0])), reverse=True))
+    return dict(sorted(nodes.items(), key=lambda item: _moment(item[0]), reverse=True))
+
+
+def _moment(key: Key) -> tuple[str, int, str]:
+    """Sorts runs by when they come; reward models, which come before all iterations, by name."""
+    stage, iteration = key
+    return ("", 0, iteration) if stage == REWARD_MODEL else (iteration, STAGES.index(stage), "")
 
 
 def _node(layout: Layout, params: Params, stage: str, iteration: str) -> Node:
@@ -131,7 +137,7 @@ def _check_outputs(layout: Layout, node: Node, contents: Contents, claims: Claim
         content = contents.artifact(path)
         node.outputs.append(Item(name, path, content.status, None, content.fingerprint))
         node.counts |= {
-            (f"{name}_{key}" if node.stage == "prepare" else key): count
+            (f"{name}_{key}" if node.stage in ("prepare", REWARD_MODEL) else key): count
             for key, count in content.counts.items()
             if (node.stage, key) != ("prepare", "step")
         }

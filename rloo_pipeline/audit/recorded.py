@@ -6,8 +6,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rloo_pipeline.audit.compare import Change, compare_values
-from rloo_pipeline.config import ExecutionConfig, Params, RewardConfig
+from rloo_pipeline.config import ExecutionConfig, Params, RewardConfig, RewardModelConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.layout import REWARD_MODEL
 
 REWARDS: TypeAdapter[tuple[RewardConfig, ...]] = TypeAdapter(tuple[RewardConfig, ...])
 CONDITIONS = ("algorithm_version", "device", "engine", "execution", "versions")
@@ -23,6 +24,9 @@ def recorded_params(params: Params, stage: str, iteration: str, provenance: Mapp
         new: dict[str, Any] = {name: type(getattr(params, name)).model_validate(settings[name]) for name in sections}
         if "rewards" in settings:
             new["rewards"] = REWARDS.validate_python(settings["rewards"])
+        if stage == REWARD_MODEL:
+            model = RewardModelConfig.model_validate(settings[REWARD_MODEL])
+            new["reward_models"] = {**params.reward_models, iteration: model}
         if stage == "prepare":
             for name in ("policy", "prompts"):
                 new[name] = type(getattr(params, name)).model_validate(settings[name])
@@ -55,6 +59,7 @@ def changed(params: Params, made_with: Params, stage: str) -> list[Change]:
     of_stage: dict[str, dict[str, Any]] = {
         "prepare": {"policy": True, "prompts": True, "rollouts": {"max_tokens"}, "evaluate": {"max_tokens"}},
         "evaluate": {"evaluate": True, "rewards": True},
+        REWARD_MODEL: {"reward_models": True},
     }
     included = {"seed": True, **of_stage.get(stage, {stage: True})}
     then, now = (item.model_dump(mode="json", include=included) for item in (made_with, params))

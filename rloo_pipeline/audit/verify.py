@@ -25,7 +25,7 @@ from rloo_pipeline.audit.replay import Scratch, link, prepare_processes, replay
 from rloo_pipeline.audit.verify_report import Outcome, as_json, lines, of_manifest, of_metrics, of_parts, of_table
 from rloo_pipeline.config import IterationConfig, Params
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.layout import INITIAL, STAGES, Layout, check_iteration
+from rloo_pipeline.layout import INITIAL, REWARD_MODEL, STAGES, Layout, check_iteration, reward_model_at
 from rloo_pipeline.process import exclusive
 from rloo_pipeline.progress import say
 from rloo_pipeline.schema import KEY_NAMES
@@ -33,6 +33,7 @@ from rloo_pipeline.shards import read_shards, read_table
 from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import algorithm_version, library_versions
 
+KEY_OF = {"pairs": "pair_id", "steps": "step"}
 NOT_HERE = "pruned, or `dvc checkout` restores it (`dvc pull` in a fresh clone)"
 
 
@@ -42,12 +43,14 @@ class Unchecked(Exception):
 
 def plan(params: Params, iteration: str | None, stage: str | None) -> list[tuple[str, str]]:
     """The stages to replay, in the order of running: (stage, iteration); raises UserError if there is none such."""
-    if stage is not None and stage not in STAGES:
-        raise UserError(f"--stage {stage}: there is no such stage; it is one of {', '.join(STAGES)}")
+    if stage is not None and stage not in (REWARD_MODEL, *STAGES):
+        raise UserError(f"--stage {stage}: there is no such stage; it is one of {', '.join((REWARD_MODEL, *STAGES))}")
     if iteration is not None:
         link_of(params, check_iteration(iteration))
-    chosen = (INITIAL, *params.iterations) if iteration is None else (iteration,)
+    chosen = (*params.reward_models, INITIAL, *params.iterations) if iteration is None else (iteration,)
     pairs = [(name, item) for item in chosen for name in stages_of(item) if stage in (None, name)]
+    if not pairs and iteration is None:
+        raise UserError(f"--stage {stage}: params.yaml lists no reward model")
     if not pairs:
         raise UserError(
             f"--stage {stage}: iteration {iteration} has no such stage; it has {', '.join(stages_of(chosen[0]))}"
@@ -145,15 +148,13 @@ def _check_inputs(
     """Raise Unchecked if an input is not there, UserError if one is not that which the stage read."""
     stage, iteration = outcome.stage, outcome.iteration
     recorded: Mapping[str, str] = provenance["inputs"]
-    in_place = {
-        name: content
-        for used_by in ("policy", "prompts", "rewards")
-        if any(role.startswith(SOURCE) for role in recorded)
-        for name, content in fingerprints(params.sources, used_by, layout.root).items()
-    }
+    read = {name: item for name, item in params.sources.items() if f"{SOURCE}{item.path.as_posix()}" in recorded}
     for path in _needed(layout, stage, iteration, chain, provenance):
         if not exists(path):
             raise Unchecked(f"its input {path} is not there: {NOT_HERE}")
+    in_place: dict[str, str] = {}
+    for used_by in {source.used_by for source in read.values()}:
+        in_place |= fingerprints(read, used_by, layout.root)
     for role, made_from in recorded.items():
         path = input_path(layout, stage, iteration, chain, role)
         now = in_place.get(role) if role.startswith(SOURCE) else stored_fingerprint(path)
@@ -168,11 +169,16 @@ def _needed(
     layout: Layout, stage: str, iteration: str, chain: IterationConfig, provenance: Mapping[str, Any]
 ) -> list[Path]:
     """The artifacts that the stage reads."""
-    roles = [role for role in provenance["inputs"] if not role.startswith(SOURCE)]
+    roles = [role for role in provenance["inputs"] if not role.startswith(SOURCE) or _is_trained(role)]
     paths = [input_path(layout, stage, iteration, chain, role) for role in roles]
     if stage == "evaluate" and iteration != INITIAL and roles:
         paths.append(layout.evaluation(INITIAL))
     return list(dict.fromkeys(paths))
+
+
+def _is_trained(role: str) -> bool:
+    """Whether a source is a reward model that a stage made."""
+    return reward_model_at(Path(role.removeprefix(SOURCE))) is not None
 
 
 def _read(
@@ -189,11 +195,11 @@ def _compare(layout: Layout, scratch: Scratch, outcome: Outcome) -> None:
     stage, iteration = outcome.stage, outcome.iteration
     stored, replayed = outputs(layout, stage, iteration), outputs(scratch, stage, iteration)
     for name, place in stored.items():
-        if name in ("policy", "trainer_state"):
+        if name in ("policy", "trainer_state", "model"):
             outcome.differences += of_parts(name, place, replayed[name])
             continue
         if place.suffix == ".parquet":
-            found = compare_tables(read_table(place)[0], read_table(replayed[name])[0], ["prompt_id"])
+            found = compare_tables(read_table(place)[0], read_table(replayed[name])[0], [KEY_OF.get(name, "prompt_id")])
         else:
             found = compare_tables(read_shards(place), read_shards(replayed[name]), KEY_NAMES)
         outcome.rows += found.rows

@@ -5,7 +5,7 @@ import pyarrow as pa
 from rloo_pipeline.check.memory import TRAINING_BYTES, Need
 from rloo_pipeline.check.models import examine
 from rloo_pipeline.check.report import Report
-from rloo_pipeline.data.load import load_rows, source_name
+from rloo_pipeline.data.load import load_kept
 from rloo_pipeline.data.preferences import pair_table
 from rloo_pipeline.data_config import TableConfig
 from rloo_pipeline.layout import Layout
@@ -31,4 +31,4 @@ def look_at(name: str, config: RewardModelConfig, layout: Layout, report: Report
 
 
 def _pairs(dataset: TableConfig, split: str, layout: Layout) -> pa.Table:
-    return pair_table(load_rows(dataset, layout.root), split, source_name(dataset))
+    return pair_table(load_kept(dataset, layout.root), split)

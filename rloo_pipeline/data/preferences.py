@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from rloo_pipeline import seeds
+from rloo_pipeline.data.keep import Rows
 from rloo_pipeline.data.prompts import MESSAGES
 from rloo_pipeline.errors import UserError
 
-IDENTICAL = "chosen and rejected are identical"
+IDENTICAL = "identical: chosen and rejected are the same"
 Side = Literal["chosen", "rejected"]
 
 
@@ -25,29 +26,32 @@ class _Row:
     margin: float
 
 
-def pair_table(rows: pa.Table, split: str, source: str) -> pa.Table:
-    """pair_id (<split>-<index>), prompt, chosen, rejected (all strings, or all messages) and margin (0 by default).
+def pair_table(rows: Rows, split: str) -> pa.Table:
+    """pair_id (<split>-<row of the dataset, from 0>), prompt, chosen, rejected and margin (float64, 0 by default).
 
-    Without a column prompt it is what chosen and rejected begin with, as in TRL's extract_prompt. Raises UserError that
-    names `source`, row (counted from 1) and column.
+    Texts are all strings or all messages. Without a column prompt it is what chosen and rejected begin with, as in
+    TRL's extract_prompt. Raises UserError that names the dataset, its row (counted from 1) and the column.
     """
-    if rows.num_rows == 0:
+    table, source = rows.table, rows.source
+    if table.num_rows == 0:
         raise UserError(f"{source}: no rows; a reward model needs pairs")
     for name in ("chosen", "rejected"):
-        if name not in rows.column_names:
+        if name not in table.column_names:
             raise UserError(
-                f"{source}: no column {name}; there are {', '.join(rows.column_names)}; name it under columns, as in "
+                f"{source}: no column {name}; there are {', '.join(table.column_names)}; name it under columns, as in "
                 f"columns: {{{name}: <its name>}}"
             )
-    read = [name for name in ("prompt", "chosen", "rejected", "margin") if name in rows.column_names]
-    pairs = [_row(row, f"{source}, row {number}") for number, row in enumerate(rows.select(read).to_pylist(), start=1)]
+    read = [name for name in ("prompt", "chosen", "rejected", "margin") if name in table.column_names]
+    pairs = [_row(row, rows.place(index)) for index, row in enumerate(table.select(read).to_pylist())]
     kinds = [isinstance(pair.chosen, str) for pair in pairs]
     if kinds.count(kinds[0]) < len(kinds):
-        number = kinds.index(not kinds[0]) + 1
-        raise UserError(f"{source}, row {number}: messages and strings do not go together; give all rows one kind")
+        place = rows.place(kinds.index(not kinds[0]))
+        raise UserError(f"{place}: messages and strings do not go together; give all rows one kind")
     kind = pa.string() if kinds[0] else MESSAGES
-    columns = {name: pa.array([getattr(pair, name) for pair in pairs], kind) for name in ("prompt", "chosen", "rejected")}
-    ids = pa.array([f"{split}-{index:06d}" for index in range(len(pairs))], pa.string())
+    columns = {
+        name: pa.array([getattr(pair, name) for pair in pairs], kind) for name in ("prompt", "chosen", "rejected")
+    }
+    ids = pa.array([f"{split}-{place:06d}" for place in rows.places_N], pa.string())
     return pa.table({"pair_id": ids, **columns, "margin": pa.array([pair.margin for pair in pairs], pa.float64())})
 
 
@@ -55,11 +59,12 @@ def _row(row: dict[str, Any], where: str) -> _Row:
     chosen, rejected = (_text(row[name], f"{where}, column {name}") for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError(f"{where}: chosen and rejected are of two kinds; give both as strings or both as messages")
-    prompt = row.get("prompt")
-    if "prompt" in row and isinstance(prompt, str) == isinstance(chosen, str):
-        prompt = _text(prompt, f"{where}, column prompt")
+    prompt = _text(row["prompt"], f"{where}, column prompt") if "prompt" in row else None
+    if prompt is not None and isinstance(prompt, str) == isinstance(chosen, str):
         if isinstance(prompt, list) and chosen[: len(prompt)] == prompt:
-            raise UserError(f"{where}: chosen begins with the prompt, which would be read twice; drop the column prompt")
+            raise UserError(
+                f"{where}: chosen begins with the prompt, which would be read twice; drop the column prompt"
+            )
     else:
         # Some datasets have the prompt as a string beside whole conversations, which hold it too.
         shared = _shared(chosen, rejected)
@@ -67,8 +72,8 @@ def _row(row: dict[str, Any], where: str) -> _Row:
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if isinstance(side, list) and side[-1]["role"] != "assistant":
             raise UserError(
-                f"{where}, column {name}: the last message is of role {side[-1]['role']}; a completion ends with one of "
-                "the assistant"
+                f"{where}, column {name}: the last message is of role {side[-1]['role']}; a completion ends with "
+                "one of the assistant"
             )
     return _Row(prompt, chosen, rejected, _margin(row.get("margin"), where))
 

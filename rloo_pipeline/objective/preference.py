@@ -30,11 +30,13 @@ def brier(difference_N: np.ndarray) -> float:
 
 def pair_loss(difference_N: np.ndarray) -> np.ndarray:
     """-log sigmoid(difference) in float64 [N], nats."""
-    return np.logaddexp(0, -np.asarray(difference_N, np.float64))
+    loss_N: np.ndarray = np.logaddexp(0, -np.asarray(difference_N, np.float64))
+    return loss_N
 
 
 def _sigmoid(difference_N: np.ndarray) -> np.ndarray:
-    return np.exp(-pair_loss(difference_N))
+    sigmoid_N: np.ndarray = np.exp(-pair_loss(difference_N))
+    return sigmoid_N
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def reliability(difference_N: np.ndarray, bins: int = 10) -> list[Bin]:
 
 
 def calibration_error(table: list[Bin]) -> float:
-    """Expected calibration error: mean of |accuracy - confidence| over the bins by their pairs (Guo et al. 2017, eq. 3)."""
+    """Expected calibration error: |accuracy - confidence| of the bins, weighted by pairs (Guo et al. 2017, eq. 3)."""
     filled = [item for item in table if item.pairs]
     total = sum(item.pairs for item in filled)
     return sum(item.pairs * abs(item.accuracy - item.confidence) for item in filled) / total

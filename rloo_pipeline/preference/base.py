@@ -93,6 +93,8 @@ def _one_logit(config: Any, where: str) -> None:
 def _set_pad(config: Any, tokenizer: Any, where: str) -> None:
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise UserError(f"{where}: its tokenizer has neither a pad nor an EOS token; set one in tokenizer_config.json")
+            raise UserError(
+                f"{where}: its tokenizer has neither a pad nor an EOS token; set one in tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     config.get_text_config().pad_token_id = tokenizer.pad_token_id

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from rloo_pipeline.policy.step import clip_and_step, make_optimizer, precision
 from rloo_pipeline.preference.passes import Ids, logits
 from rloo_pipeline.progress import progress
 from rloo_pipeline.reward_model_config import RewardModelConfig
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,11 @@ def count_steps(config: RewardModelConfig, pairs: int) -> int:
     return steps
 
 
-def train(
-    model: Any, pairs: Pairs, config: RewardModelConfig, steps: int, seed: int, batch_tokens: int
-) -> list[Step]:
+def train(model: Any, pairs: Pairs, config: RewardModelConfig, steps: int, seed: int, batch_tokens: int) -> list[Step]:
     """Train in place for `steps` steps; at most `batch_tokens` padded tokens in a pass, or one pair."""
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters, config)
-    order = _order(len(pairs), steps * config.batch_size, seed)
+    order = pair_order(len(pairs), steps * config.batch_size, seed)
     done: list[Step] = []
     with progress("reward_model", steps, "steps") as shown:
         for step in range(steps):
@@ -98,7 +93,7 @@ def accumulate(
         ids = [*(pairs.chosen_N[row] for row in rows), *(pairs.rejected_N[row] for row in rows)]
         with precision(config, model.device):
             rewards = logits(model, ids)
-        chosen, rejected = rewards.split(len(rows))
+        chosen, rejected = rewards[: len(rows)], rewards[len(rows) :]
         margin = torch.tensor(pairs.margin_N[rows], dtype=torch.float32, device=rewards.device)
         loss = bradley_terry_loss(chosen, rejected, margin, len(rows_B))
         torch.autograd.backward(loss)
@@ -107,8 +102,8 @@ def accumulate(
     return total, difference_B
 
 
-def _order(pairs: int, rows: int, seed: int) -> np.ndarray:
-    """The pairs of all steps one after the other: epochs, each a permutation of its own."""
+def pair_order(pairs: int, rows: int, seed: int) -> np.ndarray:
+    """Indices of the pairs of all steps one after the other, int64 [rows]: epochs, each a permutation of its own."""
     # Raw bits, because NumPy promises them for ever; its permutation() may change between versions.
     epochs = [
         np.argsort(np.random.PCG64(seeds.derive(seed, "pairs", epoch)).random_raw(pairs), kind="stable")

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rloo_pipeline import fingerprint, seeds
 from rloo_pipeline.config import PolicyConfig, RewardModelConfig
-from rloo_pipeline.data.load import load_rows, source_name
+from rloo_pipeline.data.load import load_kept
 from rloo_pipeline.data.preferences import fits, pair_table, shared_pairs, side_rows, split_pairs
 from rloo_pipeline.disk import refusals_told
 from rloo_pipeline.errors import UserError
@@ -43,7 +43,7 @@ def run(context: Context, config: RewardModelConfig) -> None:
     work = record.work
     shutil.rmtree(work.parent, ignore_errors=True)
 
-    tables = _tables(context, config, where)
+    tables = _tables(record, config, where)
     base = PolicyConfig(model=config.model, revision=config.revision)
     fetch(base, layout.root, work / "base", where)
     record.notes["base"] = fingerprint.of_model(work / "base")[0]
@@ -56,32 +56,43 @@ def run(context: Context, config: RewardModelConfig) -> None:
         scorer.tokenizer.save_pretrained(work / "model")
     made = write_model_manifest(work / "model")
     scored = _evaluate(record, scorer, kept["eval"], pairs["eval"], config)
+    tables_made = {"eval": scored, "steps": pa.Table.from_pylist([asdict(step) for step in steps], STEPS)}
     entries = [
-        (f"{table_name}.parquet", table.num_rows, write_table(work / "preferences" / f"{table_name}.parquet", table))
-        for table_name, table in (("eval", scored), ("steps", _steps_table(steps)))
+        (f"{file}.parquet", table.num_rows, write_table(work / "preferences" / f"{file}.parquet", table))
+        for file, table in tables_made.items()
     ]
-    whole = write_shards_manifest(work / "preferences", entries, {"reward_model_fingerprint": made})
+    write_shards_manifest(work / "preferences", entries, {"reward_model_fingerprint": made})
     shutil.rmtree(work / "base")
     outputs = {work / "preferences": layout.preferences(name), work / "model": layout.reward_model(name)}
-    record.finish(outputs, fingerprint.of_json([made, whole]))
+    (_, _, pairs_made), (_, _, steps_made) = entries
+    record.finish(outputs, fingerprint.of_json({"model": made, "pairs": pairs_made, "steps": steps_made}))
 
 
 def _seed(context: Context, purpose: str) -> int:
     return seeds.derive(context.seed, REWARD_MODEL, context.iteration, purpose)
 
 
-def _tables(context: Context, config: RewardModelConfig, where: str) -> dict[str, pa.Table]:
-    """The pairs to train on and those held out, checked."""
-    root = context.layout.root
-    train_pairs = pair_table(load_rows(config.train, root), "train", f"{where}.train: {source_name(config.train)}")
-    if config.eval.fraction is None:
-        held_out = pair_table(load_rows(config.eval, root), "eval", f"{where}.eval: {source_name(config.eval)}")
-        return {"train": train_pairs, "eval": held_out}
-    try:
-        train_pairs, held_out = split_pairs(train_pairs, config.eval.fraction, _seed(context, "eval"))
-    except UserError as error:
-        raise UserError(f"{where}.{error}") from error
-    return {"train": train_pairs, "eval": held_out}
+def _tables(record: Record, config: RewardModelConfig, where: str) -> dict[str, pa.Table]:
+    """The pairs to train on and those held out, checked; what the settings leave out of the tables is counted."""
+    context, tables = record.context, {}
+    for split, table in (("train", config.train), ("eval", config.eval)):
+        if table.fraction is not None:
+            continue
+        try:
+            rows = load_kept(table, context.layout.root)
+            tables[split] = pair_table(rows, split)
+        except UserError as error:
+            raise UserError(f"{where}.{split}: {error}") from error
+        if rows.left_out:
+            record.metrics[f"{split}_rows_left_out"] = sum(item.rows for item in rows.left_out)
+            record.notes[f"{split}_rows_left_out"] = [asdict(item) for item in rows.left_out]
+    if config.eval.fraction is not None:
+        try:
+            halves = split_pairs(tables["train"], config.eval.fraction, _seed(context, "eval"))
+        except UserError as error:
+            raise UserError(f"{where}.{error}") from error
+        tables = dict(zip(("train", "eval"), halves, strict=True))
+    return tables
 
 
 def _limit(config: RewardModelConfig, scorer: Scorer, where: str) -> int:
@@ -113,8 +124,8 @@ def _usable(
             raise UserError(f"{where}.{split}: none of {table.num_rows} pairs can be used ({reasons}); give others")
         rows = np.flatnonzero(kept_N)
         kept[split] = table.filter(pa.array(kept_N))
-        sides = ([ids[side][row] for row in rows] for side in ("chosen", "rejected"))
-        pairs[split] = Pairs(*sides, kept[split]["margin"].to_numpy())
+        chosen, rejected = ([ids[side][row] for row in rows] for side in ("chosen", "rejected"))
+        pairs[split] = Pairs(chosen, rejected, kept[split]["margin"].to_numpy())
     record.metrics["eval_pairs_also_in_train"] = shared_pairs(kept["train"], kept["eval"])
     return kept, pairs
 
@@ -150,10 +161,6 @@ def _train(record: Record, scorer: Scorer, pairs: Pairs, config: RewardModelConf
         "grad_norm": float(np.mean([step.grad_norm for step in steps])),
     }
     return steps
-
-
-def _steps_table(steps: list[Step]) -> pa.Table:
-    return pa.Table.from_pylist([asdict(step) for step in steps], STEPS)
 
 
 def _evaluate(record: Record, scorer: Scorer, table: pa.Table, pairs: Pairs, config: RewardModelConfig) -> pa.Table:

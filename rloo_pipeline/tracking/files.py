@@ -8,7 +8,7 @@ from typing import Any
 
 from rloo_pipeline.config import Params
 from rloo_pipeline.fingerprint import MANIFEST
-from rloo_pipeline.layout import INITIAL, STAGES, Layout
+from rloo_pipeline.layout import INITIAL, REWARD_MODEL, STAGES, Layout
 from rloo_pipeline.tracking.outdated import md5_of, outdated_records, prompts_fingerprint, read_json
 from rloo_pipeline.tracking.secrets import hide
 
@@ -60,7 +60,8 @@ class Contents:
 def read_contents(layout: Layout, params: Params, lock: Mapping[str, Any]) -> Contents:
     """Read the project with its parsed dvc.lock; records made from something that has changed since are left out."""
     outdated = outdated_records(layout, params, lock)
-    steps = [(stage, iteration) for iteration in (INITIAL, *params.iterations) for stage in STAGES]
+    steps = [(REWARD_MODEL, name) for name in params.reward_models]
+    steps += [(stage, iteration) for iteration in (INITIAL, *params.iterations) for stage in STAGES]
     records = [record for record in steps if record not in outdated and layout.metrics(*record).exists()]
     points: list[Point] = []
     not_finite: list[str] = []
@@ -68,7 +69,8 @@ def read_contents(layout: Layout, params: Params, lock: Mapping[str, Any]) -> Co
         for key, value, path, measured in _values(layout, stage, iteration):
             if isinstance(value, int | float):
                 stamp = path.stat().st_mtime_ns // 1_000_000
-                points.append(Point(metric_key(key), int(iteration), float(value), stamp, measured))
+                step = 0 if stage == REWARD_MODEL else int(iteration)
+                points.append(Point(metric_key(key), step, float(value), stamp, measured))
             else:
                 not_finite.append(f"{key} of {iteration}: {value}")
     ends = {(stage, iteration) for stage in ("update", "evaluate") for iteration in params.iterations}
@@ -84,18 +86,19 @@ def read_contents(layout: Layout, params: Params, lock: Mapping[str, Any]) -> Co
 
 
 def _values(layout: Layout, stage: str, iteration: str) -> Iterator[tuple[str, Any, Path, bool]]:
-    """(key, value, file, measured) of each metric, timing and system metric of a stage."""
+    """(key, value, file, measured) of each metric, timing and system metric of a stage, or of a reward model."""
     path = layout.metrics(stage, iteration)
+    prefix = f"{stage}/{iteration}" if stage == REWARD_MODEL else stage
     not_finite = read_json(layout.provenance(stage, iteration)).get("not_finite", {})
     for name, value in read_json(path).items():
         told = not_finite.get(name, "not finite") if value is None else value
-        yield f"{stage}/{name}", told, path, False
+        yield f"{prefix}/{name}", told, path, False
     path = layout.timings(stage, iteration)
     timings = read_json(path)
     for name, value in timings.pop("system", {}).items():
-        yield f"system/{stage}/{name}", value, path, True
+        yield f"system/{prefix}/{name}", value, path, True
     for name, value in timings.items():
-        yield f"timings/{stage}/{name}", value, path, True
+        yield f"timings/{prefix}/{name}", value, path, True
 
 
 def metric_key(key: str) -> str:

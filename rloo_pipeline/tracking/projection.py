@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from rloo_pipeline.layout import Layout
+from rloo_pipeline.layout import REWARD_MODEL, Layout
 from rloo_pipeline.tracking.book import Link, Run, project_id
 from rloo_pipeline.tracking.files import Contents, Point
 from rloo_pipeline.tracking.models import PROJECT, copy_models, log_models, register_best
@@ -131,7 +131,8 @@ def _log_points(
     metrics, new = [], 0
     for point in points:
         before, model = held.get((point.key, point.step)), models.get(f"{point.step:04d}")
-        model_id = None if point.measured or model is None else model.model_id
+        of_policy = not point.measured and not point.key.startswith(f"{REWARD_MODEL}/")
+        model_id = model.model_id if of_policy and model is not None else None
         if before is None or (model_id is not None and (point.key, point.step) not in linked):
             # One that is there and only linked is sent as it is there: the store keeps equal ones once.
             stamp = point.timestamp if before is None else before.timestamp
