@@ -3,11 +3,17 @@
 from pathlib import Path
 
 from flows import dvc
+from rloo_pipeline import algorithms
 from rloo_pipeline.config import Params
 from rloo_pipeline.layout import REWARD_MODEL, reward_model_at
 
 ITERATION = ("rollouts", "logprobs", "rewards", "advantages", "update", "evaluate")
 LAST = "history"
+
+
+def before_status(root: Path) -> list[str]:
+    """The DVC stages whose outcome decides what else has changed: a project's copy of the package's numbers."""
+    return [algorithms.STAGE] if algorithms.followed(root) else []
 
 
 def opening(params: Params) -> list[str]:

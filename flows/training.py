@@ -20,7 +20,7 @@ from prefect.tasks import Task
 from prefect.transactions import CommitMode, transaction
 
 from flows import artifacts, chain, dvc, node, settings
-from rloo_pipeline import algorithms, gpu
+from rloo_pipeline import gpu
 from rloo_pipeline.config import load_params
 from rloo_pipeline.errors import Busy, UserError
 from rloo_pipeline.layout import Layout
@@ -103,8 +103,8 @@ def run_chain(
 ) -> None:
     """The flow's tasks and subflows in order."""
     params_task(project, overrides, iterations, extend_by, target)
-    if algorithms.followed(Path(project)):  # status compares with the numbers that this stage writes
-        run_stage(project, algorithms.STAGE, allow_missing)
+    for name in chain.before_status(Path(project)):
+        run_stage(project, name, allow_missing)
     opening, unfinished = status_task(project, allow_missing)
     for name in opening:
         run_stage(project, name, allow_missing)
@@ -218,6 +218,7 @@ def plainly(
     if target != LOCAL:
         dvc.check_remote(root, target)
     params = settings.change(Layout(root), overrides, iterations, extend_by, say)
+    run(chain.before_status(root))
     opening, unfinished = chain.to_run(root, params, allow_missing=allow_missing)
     run(opening)
     for iteration in unfinished:
