@@ -1,19 +1,24 @@
+import re
 from io import BytesIO
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
 
 from rloo_pipeline.config import ExecutionConfig
+from rloo_pipeline.data.images import IMAGES, as_seen, check_images, has_images, images_of, with_images
+from rloo_pipeline.data.keep import Rows
 from rloo_pipeline.engines import Request
-from rloo_pipeline.engines.choose import open_engine
+from rloo_pipeline.engines.choose import choose_engine, open_engine
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.policy.batches import collate
-from rloo_pipeline.policy.images import RowImages, load_vision
+from rloo_pipeline.policy.images import RowImages, Vision, load_vision
 from rloo_pipeline.policy.load import load_model
 from rloo_pipeline.policy.logprobs import score, score_batch
 from tests.sampling import Counter
-from tests.tiny import make_vlm_policy
+from tests.tiny import make_policy, make_vlm, make_vlm_policy
 
 KINDS = ("llava", "idefics3", "qwen2_vl")
 TEMPERATURE = 0.7
@@ -37,20 +42,21 @@ def user(text: str) -> list[dict[str, str]]:
 
 # One image, two of different sizes, none, and one again.
 PROMPTS = [user("a cat?"), user("Which of the two?"), user("Only text."), user("Hm")]
-IMAGES = [[picture(1)], [picture(2), picture(3, 30, 60)], [], [picture(4, kind="JPEG")]]
+PICTURES = [[picture(1)], [picture(2), picture(3, 30, 60)], [], [picture(4, kind="JPEG")]]
 
 
 class Sampled:
     """A tiny policy with what it sampled for the prompts, twice each, in batches of three."""
 
     def __init__(self, folder, kind):
+        torch.set_num_threads(1)  # as the engine below does
         self.path = make_vlm_policy(folder, kind)
         self.vision = load_vision(self.path)
         self.model = load_model(self.path, "float32", images=True)
-        self.texts, prompts = self.vision.render(PROMPTS, IMAGES)
+        self.texts, prompts = self.vision.render(PROMPTS, PICTURES)
         self.owners = [row for row in range(len(prompts)) for _ in range(2)]
         self.prompts = [prompts[row] for row in self.owners]
-        self.images = RowImages(self.vision, [IMAGES[row] for row in self.owners])
+        self.images = RowImages(self.vision, [PICTURES[row] for row in self.owners])
         self.samples = self.generate(batch_size=3)
         self.completions = [sample.token_ids for sample in self.samples]
 
@@ -63,7 +69,7 @@ class Sampled:
             temperature=TEMPERATURE,
             dtype="float32",
             seed=0,
-            execution=ExecutionConfig(generation_batch_size=batch_size),
+            execution=ExecutionConfig(generation_batch_size=batch_size, threads=1),
             images=True,
         )
         rows = zip(self.prompts, self.images.images_N, strict=True)
@@ -82,7 +88,7 @@ def sampled(request, tmp_path_factory):
 def plain_logprobs(sampled, row):
     """By the library's own processor and forward pass of one row, in no batch."""
     owner = sampled.owners[row]
-    pictures = [Image.open(BytesIO(image)) for image in IMAGES[owner]]
+    pictures = [Image.open(BytesIO(image)) for image in PICTURES[owner]]
     processor = sampled.vision.processor
     inputs = processor(
         text=[sampled.texts[owner]], images=[pictures] if pictures else None, add_special_tokens=False,
@@ -138,6 +144,96 @@ def test_placeholders_are_never_sampled(sampled):
     assert not {token for tokens in sampled.completions for token in tokens} & set(forbidden)
     completions = [[token] for token in range(len(sampled.vision.processor.tokenizer)) if token not in forbidden]
     prompts = [sampled.prompts[0]] * len(completions)
-    images = RowImages(sampled.vision, [IMAGES[0]] * len(completions))
+    images = RowImages(sampled.vision, [PICTURES[0]] * len(completions))
     got = score(sampled.model, prompts, completions, TEMPERATURE, 2000, Counter(), images)
     assert np.exp(np.concatenate(got)).sum() == pytest.approx(1, abs=1e-4)
+
+
+def read(cells, column="photo", root=None, **others):
+    table = pa.table({column: cells, **others})
+    return with_images(Rows("data", table, np.arange(5, 5 + table.num_rows)), "photo", root).table
+
+
+def test_images_are_read_as_people_have_them(tmp_path):
+    first, second = picture(1), picture(2, kind="JPEG")
+    (tmp_path / "second.jpg").write_bytes(second)
+    one = [[first], [second], None]
+    assert read([first, second, None])["images"].to_pylist() == one
+    structs = [{"bytes": first, "path": "gone.png"}, {"bytes": None, "path": "second.jpg"}, None]
+    assert read(structs, root=tmp_path)["images"].to_pylist() == one
+    assert read([[item] if item else [] for item in structs], root=tmp_path)["images"].to_pylist() == one
+    paths = read(["second.jpg", None], root=tmp_path)
+    assert paths["images"].to_pylist() == [[second], None]
+    assert paths.column_names == ["images"]
+    assert read([["second.jpg", "second.jpg"]], root=tmp_path)["images"].to_pylist() == [[second, second]]
+
+
+def test_images_of_each_prompt():
+    table = read([picture(1), None], prompt_id=["a", "b"])
+    assert has_images(table)
+    assert images_of(table) == {"a": [picture(1)]}
+    assert images_of(pa.table({"images": [["x.png"]], "prompt_id": ["a"]})) is None
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        ([b"no image"], "data, column photo, row 6, image 1: not an image (of no format that is read)"),
+        ([[picture(1), picture(1)[:500]]], "data, column photo, row 6, image 2: not an image ("),
+        ([None, "gone.png"], "data, column photo, row 7, image 1: 'gone.png' could not be read (FileNotFoundError)"),
+        (["https://example.org/a.png"], "nothing is fetched from the network"),
+        ([[picture(1), None]], "row 6, image 2: expected bytes, a struct of bytes and path, or a path, found NoneType"),
+        ([{"bytes": None, "path": None}], "row 6, image 1: expected bytes"),
+        ([3], "found int"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_its_row(cells, told, tmp_path):
+    with pytest.raises(UserError, match=re.escape(told)):
+        read(cells, root=tmp_path)
+
+
+def test_columns_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="there is a column images too"):
+        read([picture(1)], images=["x"])
+    with pytest.raises(UserError, match="no column photo; there are pictures"):
+        check_images(read([picture(1)], column="pictures"), "photo", "data")
+    rows = Rows("data", pa.table({"images": pa.array([[picture(1)]], IMAGES)}), np.arange(1))
+    with pytest.raises(UserError, match=r"set prompts\.images_column to images if the policy is to see them"):
+        with_images(rows, None, None)
+
+
+def test_reward_functions_get_images_and_prompts_as_trl_gives_them():
+    prompts = [[{"role": "system", "content": "Look."}, *user("What?")], user("Only text.")]
+    given = as_seen(read([[picture(1), picture(2)], None], prompt=prompts))
+    (one, two), none = given["images"]
+    assert none == []
+    assert np.array_equal(np.asarray(two), np.asarray(Image.open(BytesIO(picture(2)))))
+    from trl.data_utils import prepare_multimodal_messages
+
+    assert given["prompts"] == [
+        prepare_multimodal_messages(prompt, images=images)
+        for prompt, images in zip(prompts, [[one, two], []], strict=True)
+    ]
+
+
+def test_prompts_that_hold_placeholders_are_refused():
+    _, processor = make_vlm("llava")
+    vision = Vision(processor, [258], "llava")
+    for text, images in (("Not <image>.", []), ("Twice <image>?", [picture(1)])):
+        with pytest.raises(UserError, match="its messages must not hold it"):
+            vision.render([user(text)], [images])
+    with pytest.raises(UserError, match="prompt 1 has images, but no user message"):
+        vision.render([[{"role": "system", "content": "Hm"}]], [[picture(1)]])
+
+
+def test_policy_without_sight_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"prompts\.images_column is set, but the policy \(llama\) is no vision"):
+        load_vision(make_policy(tmp_path))
+
+
+def test_vllm_is_not_taken_for_images():
+    name, reason = choose_engine("auto", images=True)
+    assert name == "transformers"
+    assert "images" in reason
+    with pytest.raises(UserError, match="engine vllm is asked for, but prompts with images"):
+        choose_engine("vllm", images=True)
