@@ -40,7 +40,8 @@ def open_model(config: ModelReward, root: Path, execution: ExecutionConfig) -> I
     with model_files(config.model, config.revision, root, what) as directory:
         tokenizer, model = _load(config, directory, what)
     with freed(model):
-        yield lambda rows: _score(config, rows, tokenizer, model, execution.rewards_batch_tokens)
+        batch_tokens = execution.rewards_batch_tokens if _takes_padding(model) else 1
+        yield lambda rows: _score(config, rows, tokenizer, model, batch_tokens)
 
 
 def token_ids(rows: pa.Table, tokenizer: Any) -> list[Ids]:
@@ -96,6 +97,21 @@ def check_logit(config: ModelReward, logits: int, what: str) -> None:
         raise UserError(f"{what}: logit is {config.logit}, but it has {logits}, counted from 0; name one of them")
 
 
+def _takes_padding(model: Any) -> bool:
+    """Whether a padded row gets the score that it gets alone; some architectures mix padding in whatever the mask.
+
+    An encoder-decoder's head wants as many EOS in every row of a batch, so it gets each row alone as well.
+    """
+    import torch
+
+    if model.config.is_encoder_decoder:
+        return False
+    short, long = list(range(4)), list(range(16))
+    alone, padded = _logits(model, [short], 0)[0], _logits(model, [short, long], 0)[0]
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.1
+    return bool(abs(padded - alone) <= tolerance * max(1.0, abs(alone)))
+
+
 def _score(config: ModelReward, rows: pa.Table, tokenizer: Any, model: Any, batch_tokens: int) -> Scored:
     from rloo_pipeline.policy.batches import plan
 
@@ -103,12 +119,10 @@ def _score(config: ModelReward, rows: pa.Table, tokenizer: Any, model: Any, batc
     lengths_N = lengths_of(ids)
     errors = misfits(lengths_N, context_of(model, tokenizer), config.model)
     fitting = np.setdiff1d(np.arange(len(ids)), list(errors))
-    # An encoder-decoder's head wants as many EOS in every row of a batch: each row alone.
-    budget = 1 if model.config.is_encoder_decoder else batch_tokens
     scores_N = np.full(len(ids), np.nan)
     with progress(f"reward {config.name}", len(ids), "completions") as done:
         done.advance(len(errors))
-        for batch in plan(lengths_N[fitting], budget):
+        for batch in plan(lengths_N[fitting], batch_tokens):
             rows_B = fitting[batch]
             scores_N[rows_B] = _logits(model, [ids[row] for row in rows_B], config.logit or 0)
             done.advance(len(rows_B))

@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BertConfig,
+    FNetConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -42,6 +43,7 @@ CONFIGS = {
     "bert": BertConfig,
     "roberta": RobertaConfig,
     "bart": BartConfig,
+    "fnet": FNetConfig,
 }
 
 
@@ -51,7 +53,7 @@ def make_reward_model(
     """A random tiny classifier with the byte tokenizer; EOS is id 1, so pad 1 is pad = EOS."""
     settings: dict[str, Any] = {"vocab_size": 258, "num_labels": labels, "pad_token_id": pad, "eos_token_id": 1}
     settings |= {"bos_token_id": None, "max_position_embeddings": 128}
-    if kind in ("llama", "mistral", "qwen3", "bert", "roberta"):
+    if kind in ("llama", "mistral", "qwen3", "bert", "roberta", "fnet"):
         settings |= SIZES
     if kind in ("mistral", "qwen3"):
         settings |= {"num_key_value_heads": 1, "head_dim": 16}
@@ -115,6 +117,7 @@ def alone(directory: Path, ids: list[list[int]], logit: int = 0) -> list[float]:
         ("bert", 0, False),
         ("roberta", 1, False),
         ("bart", 0, False),
+        ("fnet", 0, False),
     ],
 )
 def test_score_is_that_of_the_row_alone(tmp_path: Path, kind: str, pad: int | None, conversational: bool) -> None:
