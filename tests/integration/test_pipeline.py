@@ -30,7 +30,8 @@ ROLLOUTS = KEYS | {
     "seed": pa.int64(),
     "policy_fingerprint": pa.string(),
 }
-REWARDS = {"reward/letters": pa.float32(), "reward": pa.float32(), "reward_error": pa.string()}
+REWARDS = {"reward/letters": pa.float32(), "reward": pa.float32()}
+REWARDS |= {"reward_error": pa.string(), "reward_extra": pa.string()}
 COLUMNS = {
     "rollouts": ROLLOUTS,
     "logprobs": KEYS | {"policy_logprobs": FLOATS, "reference_logprobs": FLOATS},
