@@ -113,6 +113,10 @@ class EvaluateConfig(SamplingConfig):
     pass_k: tuple[int, ...] = Field(default=(1,), description="The k of pass@k, each at most samples_per_prompt.")
     pass_threshold: float = Field(default=1.0, description="A sample passes if its reward is at least this.")
     bootstrap_resamples: int = Field(default=2000, ge=100, description="Resamples of prompts for the intervals.")
+    opponent_column: str | None = Field(
+        default=None,
+        description="Column of the held-out prompts with the dataset's own completion, a string, to win against.",
+    )
 
     @model_validator(mode="after")
     def _k_fits(self) -> Self:

@@ -74,6 +74,15 @@ RESERVED_COLUMNS = frozenset(
 )  # fmt: skip
 
 
+DATASET_REWARD = "dataset_reward"
+DATASET_REWARD_SPEC: Spec = (
+    DATASET_REWARD,
+    pa.float32(),
+    True,
+    "reward of the dataset's own completion of the prompt, by evaluate.opponent_column; null: none, or not valid",
+)
+
+
 def reward_column(name: str) -> str:
     """The column that holds the scores of the reward component `name`."""
     return f"reward/{name}"
@@ -89,7 +98,7 @@ def evaluation_schema(names: Sequence[str]) -> pa.Schema:
     """The schema of evaluation: completions, their rewards and their KL to the reference."""
     components = [(reward_column(name), pa.float32(), True, f"score of component {name}, unclipped") for name in names]
     kl: Spec = ("kl", pa.float64(), False, "sum of sampler minus reference log-probs, nats")
-    return _schema((*KEYS, *COMPLETION, *components, *REWARD_SPECS, kl))
+    return _schema((*KEYS, *COMPLETION, *components, *REWARD_SPECS, kl, DATASET_REWARD_SPEC))
 
 
 STEPS = _schema(

@@ -21,14 +21,16 @@ from rloo_pipeline.progress import say
 from rloo_pipeline.rewards.call import TrainerState
 from rloo_pipeline.rewards.kept import Kept, Shards
 from rloo_pipeline.rewards.score import join_prompts, score_shards
-from rloo_pipeline.schema import KEY_NAMES, evaluation_schema
+from rloo_pipeline.schema import DATASET_REWARD, KEY_NAMES, evaluation_schema
 from rloo_pipeline.seeds import derive
 from rloo_pipeline.shards import Entry, read_shards, read_table, write_shards, write_shards_manifest
 from rloo_pipeline.sources import fingerprints
 from rloo_pipeline.stages.context import Context, Record
+from rloo_pipeline.stages.dataset_completions import beside, dataset_rewards
 from rloo_pipeline.stages.rewards import reward_metrics, reward_shapes
 from rloo_pipeline.stages.sampling import COLUMNS, Sampler, describe, prepare_prompts
 
+AFTER_SAMPLING = {"pass_k", "pass_threshold", "bootstrap_resamples", "opponent_column"}
 KL = pa.schema([pa.field("kl", pa.float64(), False)])
 
 
@@ -49,7 +51,7 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     # The seeds are those of every other iteration: with equal weights the evaluations are equal.
     sampler = Sampler(context, policy, config, prompts, config.samples_per_prompt, ("evaluate",))
     inputs = {"policy": policy.fingerprint, "reference": reference.fingerprint, "prompts": prompts_fingerprint}
-    sampling = config.model_dump(mode="json", exclude={"pass_k", "pass_threshold", "bootstrap_resamples"})
+    sampling = config.model_dump(mode="json", exclude=AFTER_SAMPLING)
     sampling_record = Record(context, "evaluate", inputs, {"sampling": sampling})
     sampled = sampling_record.work
     files = [file for file, _, _ in sampler.write(sampled / "shards", lambda table: table, COLUMNS)]
@@ -61,14 +63,19 @@ def run(context: Context, config: EvaluateConfig, rewards: Sequence[RewardConfig
     }
     all_inputs = {**inputs, **fingerprints(context.sources, "rewards", layout.root), **opponent}
     record = Record(context, "evaluate", all_inputs, settings, started=sampling_record.started)
-    entries = _score_rewards(context, rewards, held_out, sampled, record.work, files)
-    output = write_shards_manifest(record.work, entries, {"policy_fingerprint": policy.fingerprint, "skipped": False})
+    own_work = record.work.with_name(f"{record.work.name}.dataset")
+    own = dataset_rewards(context, config, rewards, held_out, prompts, policy, own_work)
+    entries = _score_rewards(context, rewards, held_out, own, sampled, record.work, files)
+    facts = {"policy_fingerprint": policy.fingerprint, "skipped": False, "opponent_column": config.opponent_column}
+    output = write_shards_manifest(record.work, entries, facts)
     table = read_shards(record.work)
     describe(record, table, sampler)
     budgets = {"logprobs_batch_tokens": context.execution.logprobs_batch_tokens}
     record.notes["execution"] = pass_conditions(**budgets, **reward_shapes(context, rewards))
     record.metrics |= reward_metrics(table, rewards, Kept(record.work).counted())
     record.metrics |= quality(table, _opponent(context, table), config, context.seed)
+    if own is not None:
+        record.metrics |= against_dataset(table, own, config, context.seed)
     record.finish({record.work: layout.evaluation(iteration)}, output, keep=sampled)
 
 
@@ -115,6 +122,7 @@ def _score_rewards(
     context: Context,
     rewards: Sequence[RewardConfig],
     held_out: pa.Table,
+    own: pa.Table | None,
     sampled: Path,
     work: Path,
     files: Sequence[str],
@@ -129,7 +137,7 @@ def _score_rewards(
         kl, _ = read_table(sampled / "kl" / files[index])
         columns = {name: table[name] for name in table.column_names}
         columns |= {name: scored[name] for name in scored.column_names if name not in KEY_NAMES}
-        return pa.table({**columns, "kl": kl["kl"]})
+        return pa.table({**columns, "kl": kl["kl"], DATASET_REWARD: beside(table, own)})
 
     shards, state = Shards(len(files), rows), TrainerState(context.number)
     return score_shards(
@@ -162,11 +170,11 @@ def _opponent(context: Context, table: pa.Table) -> pa.Table | None:
     return opponent
 
 
-def rewards_by_prompt(table: pa.Table) -> np.ndarray:
+def rewards_by_prompt(table: pa.Table, column: str = "reward") -> np.ndarray:
     """Rewards [P, n], float64, prompts by id and samples by index, NaN where a row has none."""
     ordered = table.sort_by([(name, "ascending") for name in KEY_NAMES])
     prompts = len(set(table["prompt_id"].to_pylist()))
-    rewards_N: np.ndarray = ordered["reward"].cast(pa.float64()).to_numpy()
+    rewards_N: np.ndarray = ordered[column].cast(pa.float64()).to_numpy()
     return rewards_N.reshape(prompts, -1)
 
 
@@ -190,6 +198,26 @@ def quality(table: pa.Table, opponent: pa.Table | None, config: EvaluateConfig, 
         metrics["win_rate"] = float(rates_P.mean())
         metrics |= _interval("win_rate", rates_P, config, seed)
     return metrics
+
+
+def against_dataset(table: pa.Table, own: pa.Table, config: EvaluateConfig, seed: int) -> dict[str, float]:
+    """Win rate against the dataset's own completions, and their mean reward, over the prompts that have a valid one."""
+    own_P1 = rewards_by_prompt(table, DATASET_REWARD)[:, :1]
+    valid_P = ~np.isnan(own_P1[:, 0])
+    if not valid_P.any():
+        raise UserError(
+            f"evaluate.opponent_column: no completion in {config.opponent_column} has a valid reward; mend the "
+            "rewards, or name another column"
+        )
+    rates_P = prompt_win_rates(rewards_by_prompt(table), own_P1)[valid_P]
+    metrics = {
+        "dataset_reward": float(own_P1[valid_P].mean()),
+        "dataset_completions": own.num_rows,
+        "dataset_completions_null": len(own_P1) - own.num_rows,
+        "dataset_completions_invalid": own.num_rows - int(valid_P.sum()),
+        "win_rate_dataset": float(rates_P.mean()),
+    }
+    return metrics | _interval("win_rate_dataset", rates_P, config, seed)
 
 
 def _interval(name: str, values_P: np.ndarray, config: EvaluateConfig, seed: int) -> dict[str, float]:
