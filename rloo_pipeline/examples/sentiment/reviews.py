@@ -17,6 +17,7 @@ FILE = Path(__file__).resolve().parent / "data" / "movie_snippets.txt"
 INTRODUCTION = "Movie review:"
 OPENING_WORDS = 5
 LEAST_WORDS = 8  # of a snippet whose opening is a prompt: fewer leave hardly anything to continue
+TURNS = 40  # each gives at most one pair for two snippets
 PARTS = {"model_train": 0.5, "model_test": 0.6, "train": 0.9, "eval": 1.0}  # upper ends of shares of the openings
 
 Part = Literal["model_train", "model_test", "train", "eval"]
@@ -65,9 +66,9 @@ def prompts(part: Literal["train", "eval"], size: int | None = None) -> list[dic
 
 
 def pair_up(snippets: Iterable[Snippet], size: int, gap: float) -> list[dict[str, Any]]:
-    """As `pairs`: round after round every snippet meets a neighbour in a new order, so all occur about equally often."""
+    """As `pairs`; turn after turn every snippet meets a neighbour in a new order, so all occur about equally often."""
     pool, found = list(snippets), dict[tuple[int, int], dict[str, Any]]()
-    for turn in range(len(pool)):
+    for turn in range(TURNS):
         order = sorted(pool, key=lambda snippet: _draw(f"{turn} {snippet.id}"))
         for one, other in zip(order[::2], order[1::2], strict=False):
             worse, better = sorted((one, other), key=lambda snippet: snippet.rating)
