@@ -23,11 +23,17 @@ from transformers import (
 from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.data.prompts import MESSAGES
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.reward_config import JudgeReward
+from rloo_pipeline.reward_config import FunctionReward, JudgeReward, ModelReward
+from rloo_pipeline.rewards.call import TrainerState
 from rloo_pipeline.rewards.judge import numbers, open_judge
+from rloo_pipeline.rewards.kept import Shards
+from rloo_pipeline.rewards.model import open_model
 from rloo_pipeline.rewards.question import questions
+from rloo_pipeline.rewards.score import score_shards
 from rloo_pipeline.rewards.scored import Scored
+from rloo_pipeline.shards import read_table
 from tests.tiny import make_tokenizer
+from tests.unit.test_rewards_model import make_reward_model
 
 TEXTS = ["ok", "a much longer answer, with words", "", "b", "c" * 40, "{prompt} {answer} {{x}}"]
 ENDS = [1, *range(2, 258, 6)]  # so that answers end at different lengths
@@ -296,3 +302,32 @@ def test_a_classifier_is_not_a_judge(tmp_path: Path) -> None:
 def test_a_missing_judge(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="reward good: judge judge: no such directory below"):
         scored(tmp_path, rows(), token="Y")
+
+
+def test_a_model_a_judge_and_a_function_together(tmp_path: Path) -> None:
+    """Two shards; the judge of weight 0 finds no number, so its rows say why and the sum of the others stands."""
+    make_judge(tmp_path / "judge")
+    make_reward_model(tmp_path / "quality")
+    (tmp_path / "reward.py").write_text("def one(prompts, **kwargs):\n    return [1] * len(prompts)\n")
+    configs = [
+        ModelReward(name="quality", model="quality", weight=2.0),
+        config(token="Y", weight=3.0),
+        FunctionReward(name="one", function="reward.py:one"),
+        JudgeReward(name="grade", judge="judge", prompt="{completion}", pattern="(q{9})", on_error="invalid", weight=0),
+    ]
+    table = rows()
+    keys = {"iteration": [1] * len(TEXTS), "sample_index": [0] * len(TEXTS)}
+    for name, values in keys.items():
+        table = table.append_column(name, pa.array(values, pa.int32()))
+    table = table.append_column("completion_token_ids", pa.array([[5]] * len(TEXTS), pa.list_(pa.int32())))
+    shards = Shards(2, lambda index: table.slice(4 * index, 4 - 2 * index))
+    entries = score_shards(configs, shards, tmp_path / "work" / "key", tmp_path, TrainerState(0), ExecutionConfig())
+    found = pa.concat_tables([read_table(tmp_path / "work" / "key" / file)[0] for file, _, _ in entries])
+    with open_model(configs[0], tmp_path, ExecutionConfig()) as score:
+        quality_N = score(table).scores_N
+    good_N = scored(tmp_path, table, token="Y").scores_N
+    np.testing.assert_allclose(found["reward/quality"].to_numpy(), quality_N, atol=1e-5)
+    np.testing.assert_allclose(found["reward/good"].to_numpy(), good_N, atol=1e-5)
+    assert found["reward/grade"].null_count == len(TEXTS)
+    assert all("grade: what pattern" in reason for reason in found["reward_error"].to_pylist())
+    np.testing.assert_allclose(found["reward"].to_numpy(), 2 * quality_N + 3 * good_N + 1, atol=1e-4)
