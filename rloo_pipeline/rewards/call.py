@@ -15,7 +15,7 @@ from rloo_pipeline.errors import UserError
 from rloo_pipeline.schema import CALL_ARGUMENTS, RESERVED_COLUMNS
 
 Arguments = dict[str, Any]
-SHOWN = 80  # characters of a value in a message
+SHOWN, ERROR_SHOWN = 80, 500  # characters of a value and of an exception in a message
 
 
 class Unusable(Exception):
@@ -102,6 +102,8 @@ def is_async(function: Any) -> bool:
 def told(error: BaseException) -> str:
     """Type and text of an exception, with a hint where the arguments do not fit."""
     text = f"{type(error).__name__}: {error}"
+    if len(text) > ERROR_SHOWN:
+        text = f"{text[:ERROR_SHOWN]}..."
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         text += (
             f" (it is called with {', '.join(CALL_ARGUMENTS)} and the columns of the dataset as keyword arguments, so "

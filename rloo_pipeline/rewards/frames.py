@@ -22,7 +22,7 @@ class TimeIsUp(Exception):
 
 def send(descriptor: int, message: Message, table: pa.Table | None = None) -> None:
     """Write one frame to a pipe; raises OSError if nobody reads it any more."""
-    text = json.dumps(message).encode()
+    text = json.dumps(message, ensure_ascii=False).encode(errors="replace")  # texts may hold half a surrogate pair
     rows = b"" if table is None else _encoded(table)
     for part in (SIZES.pack(len(text), len(rows)), text, rows):
         left = memoryview(part)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.progress import say
+from rloo_pipeline.progress import progress, say
 from rloo_pipeline.reward_config import FunctionReward
 from rloo_pipeline.rewards.call import TrainerState, dataset_columns
 from rloo_pipeline.rewards.frames import Message
@@ -61,7 +61,7 @@ class _Scorer:
                 given = rows if call.rows is None else rows.take(call.rows)
                 found = self._row_by_row(call.function, given, reply["reason"])
             else:
-                found = self._read([reply], count)
+                found = self._read(config, [reply], count)
             scored[config.name] = spread(found, call.rows, rows.num_rows)
         return scored
 
@@ -106,10 +106,12 @@ class _Scorer:
                 except IndexError:  # another thread has just taken the last one
                     return
                 replies[row] = self._alone(worker, number, rows.slice(row, 1))
+                done.advance()
                 if stop and _error(replies[row]) is not None:
                     left.clear()
 
         with ExitStack() as stack:
+            done = stack.enter_context(progress(f"reward {config.name}, row by row", rows.num_rows, "rows"))
             more = min(self.workers, rows.num_rows) - 1
             workers = [self.worker, *(WorkerProcess(self.functions) for _ in range(more))]
             for worker in workers[1:]:
@@ -143,10 +145,10 @@ class _Scorer:
             self._say_once(f"{problem}: the scores of the single rows are taken")
         nothing: Message = {"scores": [None], "errors": {}, "extra": {}, "metrics": {}, "misfits": []}
         usable = [replies.get(row, nothing) for row in range(count)]
-        scored = self._read([nothing if "failed" in reply else reply for reply in usable], 1)
+        scored = self._read(config, [nothing if "failed" in reply else reply for reply in usable], 1)
         return Scored(scored.scores_N, errors, scored.extra, scored.logged)
 
-    def _read(self, replies: Sequence[Message], count: int) -> Scored:
+    def _read(self, config: FunctionReward, replies: Sequence[Message], count: int) -> Scored:
         """Replies one after another, each about `count` rows."""
         scores: list[float | None] = []
         errors: dict[int, str] = {}
@@ -162,7 +164,7 @@ class _Scorer:
                 total, rows = logged.get(name, (0.0, 0))
                 logged[name] = (total + value * count, rows + count)
             for misfit in reply["misfits"]:
-                self._say_once(f"reward: {misfit}")
+                self._say_once(f"reward {config.name}: {misfit}")
         return Scored(np.array(scores, np.float64), errors, extra, logged)
 
     def _say_once(self, line: str) -> None:

@@ -1,5 +1,6 @@
-"""Starts the process that runs reward functions and kills all that it started when the stage is gone."""
+"""Starts the process that runs reward functions, and kills it and all that it started when the stage is gone."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -8,10 +9,10 @@ from pathlib import Path
 
 
 def main(requests: int, replies: int) -> None:
-    """Run the worker in a child; this process, small and idle, ends as the child does, with 128 + the signal if killed.
+    """Run the worker in a child with a process group of its own; this small process watches and ends as the child does.
 
     The stage alone holds the other end of this process's standard input, and the kernel closes that however it ends:
-    a worker busy in native code would not notice.
+    a worker busy in native code would not notice. The exit status is 128 + the signal if one killed the child.
     """
     child = os.fork()
     if child == 0:
@@ -20,20 +21,29 @@ def main(requests: int, replies: int) -> None:
 
         run(requests, replies)
         return
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)  # here too, so that it is done before the group is killed
     os.close(requests)
     os.close(replies)
-    threading.Thread(target=_watch, daemon=True).start()
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        kill()
+
+    threading.Thread(target=watch, daemon=True).start()
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    kill()  # what the child left behind; before it is reaped, so that its number cannot be another's
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _watch() -> None:
-    sys.stdin.buffer.read()
-    os.killpg(0, signal.SIGKILL)
-
-
 def _become_worker() -> None:
     """Make standard input empty, and send what user code prints to standard error."""
+    os.setpgid(0, 0)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)

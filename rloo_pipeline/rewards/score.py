@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from rloo_pipeline.config import ExecutionConfig, RewardConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.progress import progress
 from rloo_pipeline.reward_config import FunctionReward, JudgeReward, ModelReward
 from rloo_pipeline.rewards.call import TrainerState
 from rloo_pipeline.rewards.combine import combine, extras, reasons
@@ -60,9 +61,9 @@ def score_shards(
     *earlier, last = parts(configs)
     kept = Kept(work)
     for number, part in enumerate(earlier):
-        with scorer(part, root, state, execution) as score:
+        with scorer(part, shards.count, root, state, execution) as score:
             kept.write(number, part, shards, score)
-    with scorer(last, root, state, execution) as score:
+    with scorer(last, shards.count, root, state, execution) as score:
 
         def make(index: int) -> pa.Table:
             rows = shards.rows(index)
@@ -82,20 +83,23 @@ def parts(configs: Sequence[RewardConfig]) -> list[list[RewardConfig]]:
 
 @contextmanager
 def scorer(
-    part: Sequence[RewardConfig], root: Path, state: TrainerState, execution: ExecutionConfig
+    part: Sequence[RewardConfig], shards: int, root: Path, state: TrainerState, execution: ExecutionConfig
 ) -> Iterator[Score]:
-    """What scores completions by the components of one part: settled, as float32 holds them.
+    """What scores each of the shards by the components of one part: settled, as float32 holds them.
 
     A model is loaded, or a process started, when the first rows come: not at all if every shard is there already.
     """
-    with ExitStack() as stack:
+    names = ", ".join(config.name for config in part)
+    with ExitStack() as stack, progress(f"scoring, {names}", shards, "shards") as done:
         opened: list[Score] = []
 
         def score(rows: pa.Table) -> dict[str, Scored]:
             if not opened:
                 opened.append(stack.enter_context(_open(part, root, state, execution)))
             scored = {name: as_stored(found) for name, found in opened[0](rows).items()}
-            return {config.name: settle(config, rows, scored[config.name]) for config in part}
+            settled = {config.name: settle(config, rows, scored[config.name]) for config in part}
+            done.advance()
+            return settled
 
         yield score
 

@@ -89,6 +89,8 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Start the process and load the functions, unless it runs; raises UserError if one cannot be loaded."""
+        if self.process is not None and self.process.poll() is not None:
+            self.kill()  # it ended between two calls
         if self.process is not None:
             return
         self._open()
@@ -136,46 +138,38 @@ class WorkerProcess:
             return
         os.close(self.requests)
         self.requests = -1
-        self._wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SECONDS_TO_END)
         self.kill()
 
     def stop(self) -> None:
-        """Make another thread's call end at once."""
+        """Kill the worker and all that it started, another thread's call with it: the leash sees its input end."""
         process = self.process
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
 
     def kill(self) -> None:
-        """End the process and all in its group, if it runs."""
+        """End the process and all that it started, if it runs."""
         if self.process is None:
             return
-        self.stop()  # before it is waited for, so that its number cannot be another's by now
+        self.stop()
         self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
         for descriptor in (self.requests, self.replies):
             if descriptor >= 0:
                 os.close(descriptor)
         self.process = None
 
-    def _wait(self) -> bool:
-        """Whether the process ends by itself, which is told without taking notice of its end."""
-        assert self.process is not None
-        deadline = time.monotonic() + SECONDS_TO_END
-        while time.monotonic() < deadline:
-            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                return True
-            time.sleep(0.005)
-        return False
-
     def _ended(self) -> str:
         """How the process ended."""
-        ended, process = self._wait(), self.process
+        process = self.process
+        assert process is not None
+        try:
+            code = process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            code = None
         self.kill()
-        if not ended or process is None:
+        if code is None:
             return "it closed its pipes"
-        code = process.returncode
         if code > 128 and code - 128 in set(signal.Signals):
             return f"signal {signal.Signals(code - 128).name}" + (", as for want of memory" if code == 137 else "")
         return f"exit status {code}"
