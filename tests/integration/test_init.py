@@ -50,6 +50,11 @@ def test_nothing_to_do(own: Project) -> None:
     assert chain.to_run(own.root, load_params(own.root / "params.yaml")) == ([], [])
 
 
+def test_flows_look_at_the_numbers_first(own: Project, finished_project: Project) -> None:
+    assert chain.before_status(own.root) == [algorithms.STAGE]
+    assert chain.before_status(finished_project.root) == [], "the package's source is there"
+
+
 def test_a_risen_number_runs_its_stage_and_no_other(own: Project, tmp_path: Path) -> None:
     """The rewards come out as before, so that what follows them has nothing to do."""
     project = own.copy(tmp_path / "copy")
