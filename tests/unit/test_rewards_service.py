@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rloo_pipeline.config import ExecutionConfig
@@ -23,7 +24,8 @@ from rloo_pipeline.reward_config import ServiceReward
 from rloo_pipeline.rewards import service
 from rloo_pipeline.rewards.scored import Scored
 from rloo_pipeline.rewards.service import open_service, seconds_to_wait
-from tests.project import REPOSITORY
+from tests.conftest import CommandLine
+from tests.project import REPOSITORY, Project
 
 TOKEN = 'q9/Zx"7-secret'
 Answer = tuple[int, dict[str, str], bytes]
@@ -330,6 +332,42 @@ def test_an_echoed_token_is_hidden(serve: Callable[..., Server], capsys: pytest.
         for text in (scored.errors[0], capsys.readouterr().err):
             assert "secret" not in text
             assert "Zx" not in text
+
+
+def test_the_token_of_a_whole_stage_is_nowhere(serve: Callable[..., Server], tmp_path: Path, rloo: CommandLine) -> None:
+    """In no artifact, record or database, though the service quotes it in an error and asks to come again."""
+    project = Project.create(tmp_path / "project")
+    turns = iter(range(100))
+
+    def answer(body: Body) -> Answer:
+        first = next(turns) == 0
+        if first:
+            return 503, {}, f"busy, Bearer {TOKEN}".encode()
+        n = len(body["completions"])
+        return well([0.5, *[None] * (n - 1)], errors=[None, *[f"no score for {TOKEN}"] * (n - 1)])
+
+    server = serve(answer)
+    params = project.params()
+    params["rewards"] = [{"name": "quality", "url": server.url, "token_env": "SERVICE_TOKEN", "on_error": "invalid"}]
+    params["execution"] |= {"service_batch_size": 4}
+    del params["sources"]["reward"]
+    project.write_params(params)
+    written = ""
+    for command in (["prepare"], ["rollouts", "0001"], ["rewards", "0001"], ["track"]):
+        outcome = rloo(project, *command)
+        assert outcome.code == 0, outcome.stderr
+        written += outcome.stdout + outcome.stderr
+    assert "answered 503 Service Unavailable: 'busy, Bearer (hidden)'; attempt 2" in written
+    assert server.headers[-1]["Authorization"] == f"Bearer {TOKEN}"
+    rewards = pq.read_table(project.root / "artifacts" / "rewards" / "0001" / "shard-00000.parquet")
+    assert "no score for (hidden)" in str(rewards["reward_error"].to_pylist())
+    assert project.json("metrics/rewards/0001.json")["reward/quality_errors"] == 12
+    assert (project.root / "mlflow.db").exists()
+    for path in (path for path in project.root.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        assert b"q9/Zx" not in content, path
+        assert b"7-secret" not in content, path
+    assert "secret" not in written
 
 
 def service_shown() -> int:
