@@ -9,7 +9,7 @@ from rloo_pipeline.config import RewardConfig
 from rloo_pipeline.manifest import read_manifest
 from rloo_pipeline.policy.load import pass_conditions
 from rloo_pipeline.progress import say
-from rloo_pipeline.reward_config import ModelReward
+from rloo_pipeline.reward_config import JudgeReward, ModelReward
 from rloo_pipeline.rewards.call import TrainerState
 from rloo_pipeline.rewards.kept import Counted, Kept, Shards
 from rloo_pipeline.rewards.score import join_prompts, score_shards
@@ -41,9 +41,10 @@ def run(context: Context, configs: Sequence[RewardConfig]) -> None:
 
 
 def reward_shapes(context: Context, configs: Sequence[RewardConfig]) -> dict[str, int]:
-    """What shapes the passes of reward models, where there are any."""
-    budget = context.execution.rewards_batch_tokens
-    return {"rewards_batch_tokens": budget} if any(isinstance(config, ModelReward) for config in configs) else {}
+    """What shapes the passes of reward models and judges, where there are any."""
+    if not any(isinstance(config, ModelReward | JudgeReward) for config in configs):
+        return {}
+    return {"rewards_batch_tokens": context.execution.rewards_batch_tokens}
 
 
 def reward_metrics(table: pa.Table, configs: Sequence[RewardConfig], counted: Counted) -> dict[str, float]:
