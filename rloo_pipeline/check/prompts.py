@@ -14,6 +14,7 @@ from rloo_pipeline.data.filter import fits, prompt_limit
 from rloo_pipeline.data.prompts import is_conversational
 from rloo_pipeline.data.select import select_prompts
 from rloo_pipeline.data.splits import Split
+from rloo_pipeline.stages.dataset_completions import texts_of
 
 AT_MOST = 1000  # prompts of a split that are rendered, spread evenly over it
 SHOWN = 1000  # characters of the example
@@ -41,6 +42,16 @@ def contents(tables: dict[Split, pa.Table], params: Params, report: Report) -> N
         columns = ", ".join(name for name in table.column_names if name not in ("prompt", "prompt_id"))
         report.ok(f"prompts.{split}", f"{table.num_rows} prompts ({kind}), columns {columns or 'none'}")
     tasks(tables, params, report)
+    column = params.evaluate.opponent_column
+    if column is not None and "eval" in tables:
+        found = report.attempt("evaluate.opponent_column", texts_of, tables["eval"], column)
+        if found is not None:
+            level: Level = "ok" if found else "error"
+            report.tell(
+                level,
+                "evaluate.opponent_column",
+                f"{len(found)} of {tables['eval'].num_rows} prompts have a completion",
+            )
 
 
 def tasks(tables: dict[Split, pa.Table], params: Params, report: Report) -> None:

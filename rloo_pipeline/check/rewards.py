@@ -43,7 +43,7 @@ def dry_call(config: RewardConfig, rows: pa.Table, layout: Layout, params: Param
 
 
 def _score(config: RewardConfig, rows: pa.Table, root: Path, execution: ExecutionConfig) -> Scored:
-    with scorer([config], root, TrainerState(0), execution) as score:
+    with scorer([config], 1, root, TrainerState(0), execution) as score:
         return score(rows)[config.name]
 
 

@@ -112,8 +112,7 @@ class _Service:
         except TimeoutError as error:
             raise _Again(f"gave no whole answer within {limit:g} s") from error
         except httpx.TransportError as error:
-            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise _Again(f"could not be reached ({told})") from error
+            raise _Again(f"{_network(error)} ({str(error) or type(error).__name__})") from error
         except httpx.RequestError as error:
             raise Refused(f"gave an answer that cannot be read ({type(error).__name__}: {error})") from error
         if response.is_success:
@@ -143,6 +142,14 @@ class _Service:
             f"reward {self.config.name}: {hide_in_url(str(self.address))} {failed}; attempt {state.attempt_number + 1} "
             f"in {seconds:.1f} s"
         )
+
+
+def _network(error: httpx.TransportError) -> str:
+    if isinstance(error, httpx.ConnectError):
+        return "cannot be connected to"
+    if isinstance(error, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError):
+        return "broke off the connection"
+    return "could not be reached"
 
 
 def _token(config: ServiceReward) -> str | None:

@@ -41,7 +41,12 @@ def dataset_rewards(
     """
     if config.opponent_column is None:
         return None
-    texts = _texts(held_out, prompts, config.opponent_column)
+    found = texts_of(held_out, config.opponent_column)
+    texts = {prompt_id: found[prompt_id] for prompt_id in prompts.ids if prompt_id in found}
+    if not texts:
+        raise UserError(
+            f"{WHERE}: no held-out prompt has a completion in column {config.opponent_column}; name another"
+        )
     if context.iteration != INITIAL:
         return _of_initial(context, config.opponent_column, list(texts))
     own = completions(texts, prompts, policy)
@@ -56,8 +61,8 @@ def dataset_rewards(
     return scored.select(["prompt_id", "reward"]).rename_columns(["prompt_id", DATASET_REWARD])
 
 
-def _texts(held_out: pa.Table, prompts: Prompts, column: str) -> dict[str, str]:
-    """The completion of each prompt that has one, by prompt_id, in the order of `prompts`."""
+def texts_of(held_out: pa.Table, column: str) -> dict[str, str]:
+    """The dataset's completion of each prompt that has one, by prompt_id; raises UserError for an unusable column."""
     if column not in held_out.column_names:
         raise UserError(
             f"{WHERE}: the held-out prompts have no column {column}, but {', '.join(held_out.column_names)}"
@@ -67,11 +72,8 @@ def _texts(held_out: pa.Table, prompts: Prompts, column: str) -> dict[str, str]:
         cells = cells.cast(cells.type.value_type)
     if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
         raise UserError(f"{WHERE}: column {column} is of type {cells.type}; a completion is a string")
-    by_id = dict(zip(held_out["prompt_id"].to_pylist(), cells.to_pylist(), strict=True))
-    found = {prompt_id: by_id[prompt_id] for prompt_id in prompts.ids if by_id[prompt_id] is not None}
-    if not found:
-        raise UserError(f"{WHERE}: column {column} is null for every held-out prompt; name another")
-    return found
+    pairs = zip(held_out["prompt_id"].to_pylist(), cells.to_pylist(), strict=True)
+    return {prompt_id: text for prompt_id, text in pairs if text is not None}
 
 
 def completions(texts: Mapping[str, str], prompts: Prompts, policy: Policy) -> pa.Table:

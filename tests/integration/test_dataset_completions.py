@@ -89,7 +89,7 @@ def test_rows_that_cannot_be_scored(project: Project, rloo: CommandLine) -> None
     [
         ("nothing", "have no column nothing, but prompt_id, prompt, answer, own"),
         ("level", "column level is of type int64; a completion is a string"),
-        ("empty", "column empty is null for every held-out prompt"),
+        ("empty", "no held-out prompt has a completion in column empty"),
     ],
 )
 def test_a_column_that_is_none(project: Project, rloo: CommandLine, column: str, told: str) -> None:

@@ -92,7 +92,7 @@ def test_everything_wrong_is_told_in_one_run(project: Project, rloo: CommandLine
         {"name": "routed", "function": "reward.py:score", "tasks": ["maths"]},
     ]
     params["rollouts"] |= {"prompts_per_iteration": 100}
-    params["evaluate"] |= {"max_tokens": 256}
+    params["evaluate"] |= {"max_tokens": 256, "opponent_column": "human"}
     project.write_params(params)
     outcome = rloo(project, "check")
     assert outcome.code == 2
@@ -103,13 +103,14 @@ def test_everything_wrong_is_told_in_one_run(project: Project, rloo: CommandLine
         ("error", "sources", "which `sources` does not list"),
         ("error", "prompts.train", "no column task, which the rewards routed are routed by"),
         ("error", "prompts.eval", "max_tokens is 256, but the policy's context has 256 tokens"),
+        ("error", "evaluate.opponent_column", "no column human"),
         ("error", "rollouts.prompts_per_iteration", "is 100, but there are 8 prompts"),
         ("error", "rewards, divides", "ZeroDivisionError"),
         ("warning", "rewards, forgiven", "ZeroDivisionError"),
         ("error", "rewards, strict", "unexpected keyword argument"),
         ("error", "rewards, clash", "answer is a column of the dataset too"),
         ("error", "rewards, absent", "reward.py has no nothing"),
-        ("error", "rewards, service", "could not be reached (ConnectError"),
+        ("error", "rewards, service", "cannot be connected to"),
         ("error", "rewards, model", "no such directory"),
         ("error", "rewards, routed", "no column task"),
     ]:

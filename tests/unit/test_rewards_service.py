@@ -262,7 +262,13 @@ def test_a_service_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
     scored = score(url, rows(2), service_retries=0)
-    assert f"the service {url} could not be reached (ConnectError" in scored.errors[1]
+    assert f"the service {url} cannot be connected to (All connection attempts failed" in scored.errors[1]
+
+
+def test_a_connection_that_is_broken_off(serve: Callable[..., Server]) -> None:
+    # Content that is shorter than announced, then the end.
+    server = serve(lambda _: (200, {"Content-Length": "1000", "Connection": "close"}, b'{"rewards": [1]}'))
+    assert "broke off the connection" in score(server.url, rows(1), service_retries=0).errors[0]
 
 
 def test_slow(serve: Callable[..., Server]) -> None:
