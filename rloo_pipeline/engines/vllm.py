@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rloo_pipeline.config import ExecutionConfig
+from rloo_pipeline.data.images import decode
 from rloo_pipeline.engines import Request, Sample
 from rloo_pipeline.engines.checks import check_model, check_requests
 from rloo_pipeline.engines.eos import eos_token_ids
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.policy.images import load_vision
 from rloo_pipeline.progress import Progress
 
 GIB = 2**30
@@ -67,6 +69,7 @@ class VllmEngine:
         seed: int,
         execution: ExecutionConfig,
         trust_remote_code: bool = False,
+        images: bool = False,
     ) -> None:
         check_model(model)
         self.vllm = import_vllm()
@@ -78,6 +81,9 @@ class VllmEngine:
             torch.set_num_threads(execution.threads)
         self.eos = eos_token_ids(model)
         self.max_model_len, self.max_tokens, self.temperature = max_model_len, max_tokens, temperature
+        self.vision = load_vision(model, trust_remote_code) if images else None
+        # The lowest that vLLM takes: as good as never.
+        self.never = dict.fromkeys(self.vision.placeholders, -100.0) if self.vision else None
         arguments = {
             "dtype": dtype,
             "seed": seed % 2**32,
@@ -109,7 +115,7 @@ class VllmEngine:
                 return self.vllm.LLMEngine.from_engine_args(
                     self.vllm.EngineArgs(
                         load_format="safetensors",
-                        skip_tokenizer_init=True,
+                        skip_tokenizer_init=self.vision is None,
                         disable_log_stats=True,
                         use_tqdm_on_load=False,
                         **arguments,
@@ -156,15 +162,23 @@ class VllmEngine:
 
     def _run(self, requests: Sequence[Request], done: Progress) -> dict[int, Sample]:
         for index, request in enumerate(requests):
-            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            self.engine.add_request(str(index), prompt, self._parameters(request.seed))
+            self.engine.add_request(str(index), self._prompt(request), self._parameters(request.seed))
         samples: dict[int, Sample] = {}
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
-                    samples[int(output.request_id)] = _sample(output)
+                    number = int(output.request_id)
+                    _check_prompt(requests[number], output)
+                    samples[number] = _sample(output)
                     done.advance()
         return samples
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        """With images the ids have one placeholder for each, since vLLM puts in the others itself."""
+        if self.vision is None or not request.images:
+            return {"prompt_token_ids": list(request.prompt_token_ids)}
+        images = {"image": [decode(image) for image in request.images]}
+        return {"prompt_token_ids": self.vision.unexpanded(request.prompt_text), "multi_modal_data": images}
 
     def _parameters(self, seed: int) -> Any:
         return self.vllm.SamplingParams(
@@ -174,12 +188,22 @@ class VllmEngine:
             logprobs=0,
             stop_token_ids=list(self.eos),
             detokenize=False,
+            logit_bias=self.never,
         )
 
     def close(self) -> None:
         """Give back all memory."""
         self.engine.engine_core.shutdown()
         self.engine = None
+
+
+def _check_prompt(request: Request, output: Any) -> None:
+    """Raise UserError if vLLM put other placeholders of images into a prompt than those that are trained on."""
+    if request.images and list(output.prompt_token_ids) != list(request.prompt_token_ids):
+        raise UserError(
+            f"vLLM reads a prompt with images as {len(output.prompt_token_ids)} tokens, the policy's processor as "
+            f"other {len(request.prompt_token_ids)}; set the engine to transformers"
+        )
 
 
 def _sample(output: Any) -> Sample:

@@ -53,6 +53,11 @@ class Vision:
         ids = [self._ids(row, *pair) for row, pair in enumerate(zip(texts, images_P, strict=True), start=1)]
         return texts, ids
 
+    def unexpanded(self, text: str) -> list[int]:
+        """The token ids of a rendered text with one placeholder for each image."""
+        ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
     def inputs(
         self, images_B: Sequence[Encoded], input_ids_BL: "torch.Tensor", model: Any
     ) -> dict[str, "torch.Tensor"]:

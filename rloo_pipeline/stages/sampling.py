@@ -136,7 +136,7 @@ class Sampler:
         seeds = [derive(self.context.seed, *self.purpose, prompt_id, sample) for prompt_id, sample in keys]
         images = self.prompts.images or {}
         requests = [
-            Request(self.prompts.token_ids[p], seed, images.get(self.prompts.ids[p], ()))
+            Request(self.prompts.token_ids[p], seed, images.get(self.prompts.ids[p], ()), self.prompts.texts[p])
             for p, seed in zip(owners, seeds, strict=True)
         ]
         engine = self._open()

@@ -20,10 +20,10 @@ from rloo_pipeline.policy.logprobs import score
 from rloo_pipeline.schema import ROLLOUTS
 from rloo_pipeline.shards import read_shards, read_table
 from rloo_pipeline.stages import dispatch
+from tests.pictures import picture, user
 from tests.project import PARAMS, Project
 from tests.sampling import Counter
 from tests.tiny import make_vlm_policy
-from tests.unit.test_images import picture, user
 
 # What TRL gives: PIL images, and prompts with them inside.
 REWARD = """

@@ -11,9 +11,11 @@ from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.engines import Engine, Request, Sample
 from rloo_pipeline.engines.choose import open_engine, why_no_vllm
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.policy.images import load_vision
 from rloo_pipeline.seeds import derive
+from tests.pictures import PICTURES, PROMPTS
 from tests.sampling import Counter, add_sampling_defaults, ragged_requests, set_eos, set_tokenizer_eos
-from tests.tiny import make_policy, make_tokenizer
+from tests.tiny import make_policy, make_tokenizer, make_vlm_policy
 
 TINY = ragged_requests(13)
 SHARED_PREFIX = [3 + index % 200 for index in range(150)]
@@ -22,7 +24,7 @@ FREQUENCY_PROMPT = [17, 101, 42]
 EOS = list(range(40, 80))
 
 
-def tiny_engine(model: Path, *, max_tokens: int = 8, context: int = 200, seed: int = 7) -> Engine:
+def tiny_engine(model: Path, *, max_tokens: int = 8, context: int = 200, seed: int = 7, images: bool = False) -> Engine:
     return open_engine(
         "vllm",
         model,
@@ -32,6 +34,7 @@ def tiny_engine(model: Path, *, max_tokens: int = 8, context: int = 200, seed: i
         dtype="float32",
         seed=seed,
         execution=ExecutionConfig(threads=2),
+        images=images,
     )
 
 
@@ -118,6 +121,24 @@ def third_process(work: Path) -> dict[str, Any]:
         tiny_engine(policy, context=10_000)
     except UserError as error:
         found["context_too_large"] = str(error)
+    return found | seen(work)
+
+
+def seen(work: Path) -> dict[str, Any]:
+    """What a tiny vision-language policy says of images, and what becomes of a prompt that vLLM reads otherwise."""
+    policy = make_vlm_policy(work / "idefics3", "idefics3")
+    vision = load_vision(policy)
+    texts, ids = vision.render(PROMPTS, PICTURES)
+    requests = [
+        Request(ids[row], 10 * row + sample, PICTURES[row], texts[row]) for row in range(len(ids)) for sample in (0, 1)
+    ]
+    engine = tiny_engine(policy, images=True)
+    found: dict[str, Any] = {"seen": engine.generate(requests, Counter())}
+    try:
+        engine.generate([Request([*ids[0], 5], 1, PICTURES[0], texts[0])], Counter())
+    except UserError as error:
+        found["read_otherwise"] = str(error)
+    engine.close()
     return found
 
 

@@ -1,8 +1,11 @@
 import pytest
 import torch
 
-from tests.sampling import assert_ends_at_eos, chi_square_p, forward_logprobs, largest_gap, tokens
-from tests.tiny import make_model
+from rloo_pipeline.policy.images import RowImages, Vision, placeholder_ids
+from rloo_pipeline.policy.logprobs import score
+from tests.pictures import PICTURES, PROMPTS
+from tests.sampling import Counter, assert_ends_at_eos, chi_square_p, forward_logprobs, largest_gap, tokens
+from tests.tiny import make_model, make_vlm
 from tests.vllm.scenarios import EOS, FREQUENCY_PROMPT, PREFIXED, TINY
 
 pytestmark = pytest.mark.vllm
@@ -120,3 +123,20 @@ def test_settings_hold_what_sampling_depended_on_and_no_path(first):
     assert settings["logprobs_mode"] == "processed_logprobs"
     assert settings["eos_token_ids"] == [1]
     assert not [value for value in settings.values() if "/" in str(value)]
+
+
+def test_images_are_seen_as_the_trainer_sees_them(third):
+    model, processor = make_vlm("idefics3")
+    vision = Vision(processor, placeholder_ids(model.config), "idefics3")
+    _, prompts = vision.render(PROMPTS, PICTURES)
+    rows = [row for row in range(len(PROMPTS)) for _ in (0, 1)]
+    images = RowImages(vision, [PICTURES[row] for row in rows])
+    completions = tokens(third["seen"])
+    assert len({tuple(ids) for ids in completions}) > len(PROMPTS)
+    got = score(model, [prompts[row] for row in rows], completions, 0.7, 200, Counter(), images)
+    for logprobs, sample in zip(got, third["seen"], strict=True):
+        assert logprobs.tolist() == pytest.approx(list(sample.logprobs), abs=1e-4)
+
+
+def test_prompts_that_vllm_reads_otherwise_are_refused(third):
+    assert "the policy's processor as other" in third["read_otherwise"]
