@@ -121,7 +121,8 @@ def _usable(
         record.metrics |= {f"{split}_pairs_filtered/{reason}": count for reason, count in sorted(reasons.items())}
         _tell(filtered, split, table.num_rows)
         if not kept_N.any():
-            raise UserError(f"{where}.{split}: none of {table.num_rows} pairs can be used ({reasons}); give others")
+            told = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in reasons.most_common())
+            raise UserError(f"{where}.{split}: none of {table.num_rows} pairs can be used: {told}; give others")
         rows = np.flatnonzero(kept_N)
         kept[split] = table.filter(pa.array(kept_N))
         chosen, rejected = ([ids[side][row] for row in rows] for side in ("chosen", "rejected"))
