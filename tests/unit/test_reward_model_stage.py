@@ -143,7 +143,7 @@ def test_names_that_dvc_or_a_chain_would_misread(name: str) -> None:
 
 
 def test_an_unknown_name(layout: Layout) -> None:
-    with pytest.raises(UserError, match="reward_model other: .* has no such entry under reward_models; it has quality"):
+    with pytest.raises(UserError, match=r"reward_model other: .* has no such entry under reward_models; it has quality"):
         dispatch.run("reward_model", layout, params_of(), "other")
 
 
