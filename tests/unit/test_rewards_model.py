@@ -33,7 +33,16 @@ from rloo_pipeline.rewards.model import open_model, token_ids
 from rloo_pipeline.rewards.scored import Scored
 from tests.tiny import make_model, make_tokenizer
 
-TEXTS = ["ok", "a much longer answer, with words", "", "b<|im_end|>", "c" * 40, "<|im_end|>d", "<|im_end|><|im_end|>"]
+TEXTS = [
+    "ok",
+    "a much longer answer, with words",
+    "",
+    "b<|im_end|>",
+    "c" * 40,
+    "<|im_end|>d",
+    "e<|im_start|>",
+    "<|im_end|><|im_end|>",
+]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 CONFIGS = {
     "llama": LlamaConfig,
