@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +35,12 @@ def open_functions(
     function cannot be loaded, and if one with on_error: fail fails on a batch but on no row alone.
     """
     functions = Functions(configs, root, state.global_step)
-    with closing(WorkerProcess(functions)) as worker:
+    worker = WorkerProcess(functions)
+    try:
         yield _Scorer(functions, worker, execution.reward_workers or os.cpu_count() or 1).score
+        worker.close()
+    finally:
+        worker.kill()
 
 
 class _Scorer:

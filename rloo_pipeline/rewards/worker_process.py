@@ -120,7 +120,7 @@ class WorkerProcess:
     def _open(self) -> None:
         theirs, self.requests = os.pipe()
         self.replies, back = os.pipe()
-        arguments = [str(theirs), str(back), json.dumps(sys.path)]
+        arguments = [str(theirs), str(back), json.dumps([str(path) for path in sys.path])]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", START, *arguments],

@@ -119,7 +119,8 @@ def test_killed_and_run_again_at_once(
     if victim == "group":
         os.killpg(held[stage].pid, number)
     else:
-        processes[-1 if victim == "stage" else 0].send_signal(number)
+        of_stage = [process for process in processes if "rloo" in [Path(part).name for part in process.cmdline()[:2]]]
+        (of_stage if victim == "stage" else processes)[0].send_signal(number)
     held[stage].wait()
     held["again"] = repro(project, stage)
     _, alive = psutil.wait_procs(processes, timeout=10)
