@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +81,6 @@ def with_images(rows: Rows, column: str | None, root: Path) -> Rows:
     def read(index: int, cell: pa.Scalar) -> list[bytes] | None:
         return _read_cell(cell.as_py(), root, rows.place(index, column))
 
-    _check_pillow()
     with ThreadPoolExecutor() as pool:  # Pillow decodes outside the interpreter's lock.
         cells = list(pool.map(read, range(table.num_rows), table[column]))
     return replace(rows, table=table.drop_columns([column]).append_column(COLUMN, pa.array(cells, IMAGES)))
@@ -145,11 +143,6 @@ def with_parts(messages: Sequence[dict[str, str]], images: Sequence[Mapping[str,
     if left:
         raise UserError("has images, but no user message to put them in; add one")
     return made
-
-
-def _check_pillow() -> None:
-    if find_spec("PIL") is None:
-        raise UserError("prompts.images_column needs the package Pillow; install it with `pip install pillow`")
 
 
 def _is_made(kind: pa.DataType) -> bool:

