@@ -150,6 +150,16 @@ def test_rates_of_the_steps(base: Path) -> None:
     np.testing.assert_allclose(rates, [5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
+def test_passes_in_bfloat16_are_near_those_in_float32_and_weights_stay_float32(base: Path) -> None:
+    scorer = load_base(base, 1, "base")
+    pairs, rows_B = tokens(scorer), np.arange(8)
+    exact, _ = accumulate(scorer.model, pairs, rows_B, config(), 10_000)
+    rounded, _ = accumulate(scorer.model, pairs, rows_B, config(dtype="bfloat16"), 10_000)
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, abs=0.05)
+    assert {gradient.dtype for gradient in gradients(scorer.model).values()} == {torch.float32}
+
+
 def test_dropout_is_off(base: Path) -> None:
     scorer = load_base(base, 1, "base")
     pairs = tokens(scorer)
