@@ -251,6 +251,16 @@ def test_several_models_one_after_another_give_their_memory_back(tmp_path: Path)
         assert left == []
 
 
+def test_a_model_inside_a_python_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages" / "tiny_scorer"
+    directory = make_reward_model(package / "weights")
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(package.parent))
+    expected = alone(directory, token_ids(rows(TEXTS), make_tokenizer()))
+    found = scored(tmp_path, rows(TEXTS), model="package:tiny_scorer/weights")
+    np.testing.assert_allclose(found.scores_N, expected, atol=1e-5)
+
+
 def test_a_language_model_without_a_trained_head(tmp_path: Path) -> None:
     model = make_model()
     model.config.num_labels = 1
