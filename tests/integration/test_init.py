@@ -83,8 +83,10 @@ def test_the_other_commands(own: Project, rloo: CommandLine) -> None:
 
 def test_stages_run_from_its_files(tmp_path: Path, rloo: CommandLine) -> None:
     """An iteration of the example with another model; DVC, which runs the same commands, is left out."""
-    start(tmp_path / "own", "arithmetic")
     project = Project(tmp_path / "own")
+    project.root.mkdir()
+    assert rloo(project, "init", ".", "--example", "arithmetics").code == 2
+    assert rloo(project, "init", ".", "--example", "arithmetic").stdout.startswith(".: a project from the example")
     make_policy(project.root / "tiny")
     params = project.params()
     params["policy"]["model"] = "tiny"
