@@ -10,8 +10,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 from tests.project import Project
+
+# No test fails for being slow, on a loaded machine say.
+settings.register_profile("rloo", deadline=None)
+settings.load_profile("rloo")
 
 # Scores that differ between nearly all completions of a random model.
 REWARD = '''

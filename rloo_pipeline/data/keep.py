@@ -50,7 +50,7 @@ def keep(table: pa.Table, dataset: TableConfig, source: str, root: Path) -> Rows
     conditions = [_Where(name, wanted) for name, wanted in dataset.where.items()]
     kept = Rows(source, table, np.arange(table.num_rows, dtype=np.int64))
     for condition in conditions:
-        kept = _apply(kept, condition.mask(table, source)[kept.places_N], "where", condition.reason)
+        kept = _apply(kept, condition.mask(kept.table, source), "where", condition.reason)
     if dataset.filter is not None:
         passed_N = _passed(kept, dataset.filter, load_callable(dataset.filter, root))
         kept = _apply(kept, passed_N, "filter", f"{dataset.filter} is false")

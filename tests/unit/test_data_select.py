@@ -159,6 +159,11 @@ def test_mixture_of_a_table() -> None:
     assert select_prompts(prompts, 8, 3, seed=6).rows_P.tolist() != chosen.rows_P.tolist()
 
 
+def test_datasets_of_a_mixture_are_shuffled_differently() -> None:
+    datasets_P, indices_P, _ = mix([20, 20], [1, 1], 40, 1, seed=5)
+    assert indices_P[datasets_P == 0].tolist() != indices_P[datasets_P == 1].tolist()
+
+
 def test_table_without_weights() -> None:
     prompts = pa.table({"prompt_id": [str(index) for index in range(9)]})
     chosen = select_prompts(prompts, 4, 3, seed=5)
