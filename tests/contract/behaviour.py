@@ -19,6 +19,7 @@ import pyarrow as pa
 from ruamel.yaml import YAML
 from safetensors.numpy import load_file
 
+from rloo_pipeline.layout import STAGES
 from rloo_pipeline.shards import read_shards, read_table
 from tests.contract.variants import VARIANTS, Run
 from tests.enumeration import one_thread
@@ -122,7 +123,7 @@ def main() -> None:
 
 def write(project: Project, folder: Path) -> None:
     """Write what the stages of a finished project did, and do by other settings."""
-    found = {stage: {"version": version, **of_stage(project, stage)} for stage, version in versions().items()}
+    found: dict[str, Any] = {stage: {"version": versions()[stage], **of_stage(project, stage)} for stage in STAGES}
     for stage, variants in VARIANTS.items():
         found[stage]["variants"] = {
             name: of_variant(project.root, folder / stage / name, stage, name) for name in variants
