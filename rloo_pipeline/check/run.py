@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from rloo_pipeline.check import machine, memory, project, prompts, reward_models, rewards, tokens
+from rloo_pipeline.check import hub, machine, memory, project, prompts, reward_models, rewards, tokens
 from rloo_pipeline.check.memory import Need
 from rloo_pipeline.check.models import Kind, Model, examine
 from rloo_pipeline.check.prompts import Read, Rendered
@@ -27,6 +27,12 @@ def run(layout: Layout) -> int:
         return report.conclude()
     project.graph(layout, params, report)
     project.sources(layout, params, report)
+    with hub.asked_if_there(params, report):
+        _look(layout, params, report)
+    return report.conclude()
+
+
+def _look(layout: Layout, params: Params, report: Report) -> None:
     device, engine = machine.device(report), machine.engine(params, report)
     policy = _policy(layout, params, report)
     tables = _tables(layout, params, report)
@@ -39,7 +45,6 @@ def run(layout: Layout) -> int:
         project.disk(layout, params, policy.parameters, report)
     machine.memory(needs, device, report)
     _cost(tables, rendered, params, report)
-    return report.conclude()
 
 
 def _params(layout: Layout, report: Report) -> Params | None:
@@ -70,8 +75,13 @@ def _policy(layout: Layout, params: Params, report: Report) -> Model | None:
 
 
 def _tables(layout: Layout, params: Params, report: Report) -> Tables:
-    loaded = report.attempt("prompts", load_prompts, params.prompts, layout.root, params.seed)
-    tables = {} if loaded is None else {split: item.table for split, item in loaded.items()}
+    try:
+        loaded = load_prompts(params.prompts, layout.root, params.seed)
+    except UserError as error:
+        # A hub that cannot be asked now may be there when the project runs.
+        report.tell("warning" if isinstance(error.__cause__, ConnectionError) else "error", "prompts", str(error))
+        return {}
+    tables = {split: item.table for split, item in loaded.items()}
     prompts.contents(tables, params, report)
     return tables
 

@@ -148,10 +148,13 @@ def test_prompts_that_are_too_long(project: Project, rloo: CommandLine) -> None:
 def test_a_hub_that_cannot_be_asked(project: Project, rloo: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     project.change("policy.model", "somebody/some-model")
-    project.change("sources", {name: value for name, value in PARAMS["sources"].items() if name != "policy"})
+    project.change("prompts.train", {"hub": "somebody/some-data", "split": "train"})
+    project.change("sources", {name: PARAMS["sources"][name] for name in ("eval", "reward")})
     outcome = rloo(project, "check")
     assert outcome.code == 0, outcome.stdout
     warnings = {where: what for level, where, what in findings(outcome.stdout) if level == "warning"}
+    assert warnings["hub"].startswith("HF_HUB_OFFLINE is set")
+    assert "hub dataset somebody/some-data (split train) could not be loaded" in warnings["prompts"]
     assert "neither in the hub's cache nor to be had now" in warnings["policy.model"]
     assert "not called" in warnings["rewards, letters"]
 
