@@ -137,6 +137,8 @@ def _from_generator(spec: str, kwargs: Mapping[str, Any], root: Path) -> pa.Tabl
     generate = load_callable(spec, root)
     try:
         rows = generate(**kwargs)
+    except UserError as error:
+        raise UserError(f"{spec}: {error}") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{spec}: raised {type(error).__name__}: {error}; mend it or its kwargs") from error
     if not isinstance(rows, list):

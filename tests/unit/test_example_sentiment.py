@@ -200,16 +200,15 @@ def test_ratings_are_fetched_by_pip_once(published: Pin, tmp_path: Path, monkeyp
         fetch(target, published)
 
 
-def test_without_network_there_is_a_plain_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_there_is_a_plain_message(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"source package of vaderSentiment==3\.3\.2 could not be downloaded"
-    ) as refused:
-        fetch(tmp_path / "ratings.txt")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(example / "data"))
+    (example / "data" / "movie_snippets.txt").unlink()
+    with pytest.raises(UserError, match=r"^reviews\.py:prompts: the source package of vaderSentiment==3") as refused:
+        rows(example, "prompts", part="train")
     assert "No matching distribution found" in str(refused.value)
     assert "put movieReviewSnippets_GroundTruth.txt from vaderSentiment-3.3.2/" in str(refused.value)
-    assert list(tmp_path.iterdir()) == []
+    assert list((example / "data").iterdir()) == []
 
 
 @pytest.mark.parametrize(
