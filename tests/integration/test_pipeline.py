@@ -39,7 +39,7 @@ COLUMNS = {
     "advantages": KEYS
     | dict.fromkeys(("reward", "kl", "penalized_reward", "baseline", "advantage"), pa.float64())
     | {"in_baseline": pa.bool_(), "trained": pa.bool_(), "exclusion_reason": pa.string()},
-    "evaluation": ROLLOUTS | REWARDS | {"kl": pa.float64()},
+    "evaluation": ROLLOUTS | REWARDS | {"kl": pa.float64(), "dataset_reward": pa.float32()},
 }
 
 
