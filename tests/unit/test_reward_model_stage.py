@@ -14,6 +14,7 @@ from rloo_pipeline.rewards.model import token_ids
 from rloo_pipeline.sources import check_listed, fingerprints
 from rloo_pipeline.stages import dispatch
 from rloo_pipeline.stages import sources as sources_stage
+from rloo_pipeline.stages.context import algorithm_version
 from tests.enumeration import one_thread
 from tests.project import PARAMS
 from tests.tiny import make_policy, make_tokenizer
@@ -143,7 +144,9 @@ def test_names_that_dvc_or_a_chain_would_misread(name: str) -> None:
 
 
 def test_an_unknown_name(layout: Layout) -> None:
-    with pytest.raises(UserError, match=r"reward_model other: .* has no such entry under reward_models; it has quality"):
+    with pytest.raises(
+        UserError, match=r"reward_model other: .* has no such entry under reward_models; it has quality"
+    ):
         dispatch.run("reward_model", layout, params_of(), "other")
 
 
@@ -184,3 +187,17 @@ def test_where_reward_models_lie() -> None:
     assert reward_model_at(Path("./artifacts/reward_models/quality/")) == "quality"
     for other in ("artifacts/reward_models", "artifacts/reward_models/a/b", "models/quality", "/artifacts/x"):
         assert reward_model_at(Path(other)) is None
+
+
+# Results of number 1 in algorithms.yaml: raise the number when they change, and write the new ones here.
+BEHAVIOUR = {
+    "version": 1, "loss": 0.444434, "margin": 1.811714, "brier": 0.109524, "grad_norm": 13.16366, "train_loss": 0.713346,
+}  # fmt: skip
+
+
+def test_behaviour_of_the_stage(layout: Layout) -> None:
+    rows = [{**row, "margin": 0.1 * index} for index, row in enumerate(PAIRS)]
+    write(layout.root, rows)
+    metrics = run(layout, steps=5, warmup_steps=1, weight_decay=0.1, learning_rate=1e-4)
+    found = {"version": algorithm_version("reward_model"), **{key: metrics[key] for key in BEHAVIOUR if key in metrics}}
+    assert found == pytest.approx(BEHAVIOUR, rel=1e-3)
