@@ -32,6 +32,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._known: dict[Path, Content] = {}
+        self._sources: dict[Path, Content] = {}
 
     def artifact(self, path: Path) -> Content:
         """An artifact with its fingerprint computed from its content, not taken from its manifest."""
@@ -40,11 +41,11 @@ class Contents:
         return self._known[path]
 
     def source(self, path: Path) -> Content:
-        """A file or a directory of the user's own."""
-        if path not in self._known:
+        """A file or a directory of the user's own, or a reward model as a reward reads it: by its bytes."""
+        if path not in self._sources:
             exists = path.exists()
-            self._known[path] = Content("ok", fingerprint.of_path(path)) if exists else Content("missing")
-        return self._known[path]
+            self._sources[path] = Content("ok", fingerprint.of_path(path)) if exists else Content("missing")
+        return self._sources[path]
 
 
 def _artifact(path: Path) -> Content:
