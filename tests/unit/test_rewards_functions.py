@@ -106,7 +106,7 @@ def test_functions_overlap(tmp_path: Path) -> None:
 
 ENDS = {
     "raises": ("raise ValueError(completions)", r"reward.py:f raised ValueError: \['b'\]"),
-    "hangs": ("re.match('(a+)+$', 'a' * 99 + 'b')", "reward.py:f took longer than 1 s and was stopped"),
+    "hangs": ("re.match('(a+)+$', 'a' * 99 + 'b')", "reward.py:f took longer than 2 s and was stopped"),
     "segfaults": ("ctypes.string_at(0)", r"reward.py:f ended its process \(signal SIGSEGV\)"),
     "exits": ("os._exit(3)", r"reward.py:f ended its process \(exit status 3\)"),
     "returns too much": ("return [0] * (len(completions) + 1)", "reward.py:f returned 2 values for 1 completions"),
@@ -129,7 +129,11 @@ HANGING = (
 def test_hanging_reward(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     statement, reason = ENDS[end]
-    configs = [component("g"), component("f", on_error="invalid", time_limit=1.0), component("h")]
+    configs = [
+        component("g"),
+        component("f", on_error="invalid", time_limit=2.0 if end == "hangs" else 60.0),
+        component("h"),
+    ]
     scored = run(tmp_path, HANGING.format(statement), *configs)
     assert values(scored["f"]) == [97.0, None, 99.0, 100.0]
     assert list(scored["f"].errors) == [1]
