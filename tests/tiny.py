@@ -72,9 +72,10 @@ _SIGHT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "n
 
 
 def make_vlm(kind: str, seed: int = 0, side: int = 28) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """A tiny random vision-language model with its processor for images of any size: llava, idefics3 or qwen2_vl.
+    """A tiny random vision-language model with its processor: llava, idefics3, qwen2_vl or gemma3.
 
-    They batch images in three ways: one row for each, [rows, most images of a row], and all patches behind each other.
+    They batch images in three ways: one row for each (llava, gemma3), [rows, most images of a row], and all patches
+    behind each other. The last two tell the kinds of tokens too; gemma3 sees an image's own tokens in both directions.
     """
     tokenizer = make_tokenizer()
     names = ["<|image_pad|>", "<|video_pad|>"] if kind == "qwen2_vl" else ["<image>", "<video>"]
@@ -93,7 +94,7 @@ def make_vlm(kind: str, seed: int = 0, side: int = 28) -> tuple[PreTrainedModel,
     sight = _SIGHT | {"image_size": side, "patch_size": 14, "initializer_range": 0.5}
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    build = {"llava": _llava, "idefics3": _idefics3, "qwen2_vl": _qwen2_vl}[kind]
+    build = {"llava": _llava, "idefics3": _idefics3, "qwen2_vl": _qwen2_vl, "gemma3": _gemma3}[kind]
     model, processor = build(text, sight, tokenizer, image, video)
     torch.random.set_rng_state(state)
     processor.chat_template = IMAGE_TEMPLATE.replace("<image>", names[0])
@@ -159,6 +160,31 @@ def _qwen2_vl(
     )
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
     return Qwen2VLForConditionalGeneration(config), for_images(Qwen2VLProcessor)(images, tokenizer)
+
+
+def _gemma3(
+    text: dict[str, Any], sight: dict[str, Any], tokenizer: PreTrainedTokenizerFast, image: int, video: int
+) -> tuple[PreTrainedModel, ProcessorMixin]:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    from rloo_pipeline.policy.images import for_images
+
+    named = {"boi_token": "<image>", "image_token": "<video>", "eoi_token": "<end_of_utterance>"}
+    tokenizer._set_model_specific_special_tokens(named)
+    config = Gemma3Config(
+        text_config=text | {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 64, "initializer_range": 0.05},
+        vision_config=sight,
+        mm_tokens_per_image=4,
+        image_token_id=video,
+        boi_token_index=image,
+        pad_token_id=1,
+    )
+    images = Gemma3ImageProcessorPil(size={"height": sight["image_size"], "width": sight["image_size"]})
+    model = Gemma3ForConditionalGeneration(config)
+    # The library starts it with zeros, through which no image is seen.
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.5)
+    return model, for_images(Gemma3Processor)(images, tokenizer, image_seq_length=4)
 
 
 def make_vlm_policy(directory: Path, kind: str = "llava", seed: int = 0) -> Path:

@@ -21,7 +21,7 @@ from tests.pictures import PICTURES, PROMPTS, picture, user
 from tests.sampling import Counter
 from tests.tiny import make_policy, make_vlm, make_vlm_policy
 
-KINDS = ("llava", "idefics3", "qwen2_vl")
+KINDS = ("llava", "idefics3", "qwen2_vl", "gemma3")
 TEMPERATURE = 0.7
 
 
@@ -83,8 +83,8 @@ def plain_logprobs(sampled, row):
     completion = torch.tensor([sampled.completions[row]])
     ids = torch.cat([inputs["input_ids"], completion], dim=1)
     inputs["input_ids"], inputs["attention_mask"] = ids, torch.ones_like(ids)
-    if "mm_token_type_ids" in inputs:
-        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(completion)], dim=1)
+    for name in {"mm_token_type_ids", "token_type_ids"} & set(inputs):
+        inputs[name] = torch.cat([inputs[name], torch.zeros_like(completion)], dim=1)
     with torch.no_grad():
         logits = sampled.model(**inputs).logits[0, len(sampled.prompts[row]) - 1 : -1].double()
     logits[:, list(sampled.vision.placeholders)] = -torch.inf
