@@ -193,6 +193,8 @@ class Params(Section):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two components have the name {name}: give each its own")
+        if not any(reward.weight for reward in value):
+            raise ValueError("every weight is 0, so no completion would have a reward; give a component a weight")
         return value
 
     @model_validator(mode="after")

@@ -93,6 +93,7 @@ REFUSED = [
     ({"rewards": [{"name": "a", "function": "f:g", "model": "m"}]}, r"rewards\.0: name exactly one of function"),
     ({"rewards": [{"name": "a/b", "function": "f:g"}]}, r"rewards\.0\.name: .*pattern"),
     ({"rewards": [{"name": "a", "function": "f:g"}] * 2}, r"two components have the name a: give each its own"),
+    ({"rewards": [{"name": "a", "function": "f:g", "weight": 0}]}, r"every weight is 0"),
     # The estimator.
     ({"advantages.truncated": "penalize"}, r"penalize needs missing_eos_penalty, overlong_ramp or both"),
     ({"advantages.missing_eos_penalty": 1.0}, r"have no effect with truncated: keep; set penalize"),
