@@ -1,6 +1,5 @@
 """What can be known of a model without loading its weights."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +7,7 @@ from typing import Any, Literal
 from rloo_pipeline.check.report import Report
 from rloo_pipeline.disk import parameters
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.policy.initial import KEPT, PACKAGE
+from rloo_pipeline.policy.initial import KEPT, PACKAGE, place_in_package
 
 Kind = Literal["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification"]
 
@@ -78,7 +77,8 @@ def look(name: str, revision: str | None, root: Path, kind: Kind, *, trust_remot
 def _files(name: str, revision: str | None, root: Path, with_code: bool) -> tuple[Path, dict[str, str]]:
     """The directory with configuration and tokenizer, and what from_pretrained needs beside it."""
     if name.startswith(PACKAGE):
-        return _in_package(name)
+        place = place_in_package(name, name)
+        return (place, {}) if place.is_dir() else (place.parent, {"gguf_file": place.name})
     if (root / name).is_dir():
         if not any((root / name).glob("*.safetensors")):
             raise UserError(f"{name}: no .safetensors file in it; convert the weights with save_pretrained")
@@ -86,21 +86,6 @@ def _files(name: str, revision: str | None, root: Path, with_code: bool) -> tupl
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"{name}: no such directory below {root.resolve()}")
     return _from_hub(name, revision, with_code), {}
-
-
-def _in_package(name: str) -> tuple[Path, dict[str, str]]:
-    package, _, file = name.removeprefix(PACKAGE).partition("/")
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None or spec.origin is None:
-        raise UserError(f"{name}: the Python package {package} is not installed; pip install it")
-    directory = Path(spec.origin).parent
-    if file and (directory / file).is_dir():
-        return directory / file, {}
-    found = [directory / file] if file else sorted(directory.glob("*.gguf"))
-    if len(found) != 1 or not found[0].is_file():
-        names = ", ".join(path.name for path in found) or "none"
-        raise UserError(f"{name}: one .gguf file is needed in {package}; found: {names}")
-    return directory, {"gguf_file": found[0].name}
 
 
 def _from_hub(name: str, revision: str | None, with_code: bool) -> Path:

@@ -35,7 +35,7 @@ def fetch(config: PolicyConfig, root: Path, target: Path, section: str = "policy
 
 
 def locate(model: str, revision: str | None, root: Path, what: str, *, with_code: bool = False) -> Path:
-    """The directory `model` of the project, or that of the hub's files; UserError, which names `what`, if neither is."""
+    """The directory `model` of the project, or of the hub's files; UserError that names `what` if neither is there."""
     directory = root / model
     if directory.is_dir():
         return directory
@@ -70,20 +70,28 @@ def from_package(model: str, target: Path, what: str) -> None:
 
     model: `package:name[/file.gguf]`, which is de-quantized to float32, or `package:name/directory`.
     """
+    place = place_in_package(model, what)
+    if place.is_dir():
+        _copy(place, target, with_code=False)
+    else:
+        say(f"de-quantizing {place.name}")
+        _dequantize(place, target)
+
+
+def place_in_package(model: str, what: str) -> Path:
+    """The directory or the .gguf file that `package:...` names; UserError that names `what` if it is not there."""
     package, _, file = model.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None:
         raise UserError(f"{what}: the Python package {package} is not installed; pip install it")
     directory = Path(spec.origin).parent
     if file and (directory / file).is_dir():
-        _copy(directory / file, target, with_code=False)
-        return
+        return directory / file
     found = [directory / file] if file else sorted(directory.glob("*.gguf"))
     if len(found) != 1 or not found[0].is_file():
         names = ", ".join(path.name for path in found) or "none"
         raise UserError(f"{what}: one .gguf file is needed in {package}; found: {names}")
-    say(f"de-quantizing {found[0].name}")
-    _dequantize(found[0], target)
+    return found[0]
 
 
 def _dequantize(file: Path, target: Path) -> None:
