@@ -76,7 +76,7 @@ def _policy(layout: Layout, params: Params, report: Report) -> Model | None:
 
 def _tables(layout: Layout, params: Params, report: Report) -> Tables:
     try:
-        loaded = load_prompts(params.prompts, layout.root, params.seed)
+        loaded = load_prompts(params.prompts, layout.root, params.seed, params.sources)
     except UserError as error:
         # A hub that cannot be asked now may be there when the project runs.
         report.tell("warning" if isinstance(error.__cause__, ConnectionError) else "error", "prompts", str(error))

@@ -61,11 +61,12 @@ def read_images(directory: Path, facts: Mapping[str, Any]) -> dict[str, Encoded]
     return images_of(table)
 
 
-def with_images(rows: Rows, column: str | None, root: Path) -> Rows:
+def with_images(rows: Rows, column: str | None, root: Path, watched: Sequence[Path]) -> Rows:
     """`rows` with `column` turned into `images`, list<large_binary>: bytes as given, null for a row without images.
 
-    A cell is an image or a list of images, each as bytes, as a struct of bytes and path, or as a path below `root`.
-    Raises UserError that names source and row for what is not an image; a table without the column is left as it is.
+    A cell is an image or a list of images, each as bytes, as a struct of bytes and path, or as a path below `root`,
+    which must be in one of `watched`. A table without the column is left as it is. Raises UserError that names source
+    and row for what is not an image.
     """
     table = rows.table
     if column is None:
@@ -79,7 +80,7 @@ def with_images(rows: Rows, column: str | None, root: Path) -> Rows:
         return rows
 
     def read(index: int, cell: pa.Scalar) -> list[bytes] | None:
-        return _read_cell(cell.as_py(), root, rows.place(index, column))
+        return _read_cell(cell.as_py(), root, watched, rows.place(index, column))
 
     with ThreadPoolExecutor() as pool:  # Pillow decodes outside the interpreter's lock.
         cells = list(pool.map(read, range(table.num_rows), table[column]))
@@ -158,19 +159,19 @@ def _refuse_unmarked(rows: Rows) -> None:
         )
 
 
-def _read_cell(cell: Any, root: Path, where: str) -> list[bytes] | None:
+def _read_cell(cell: Any, root: Path, watched: Sequence[Path], where: str) -> list[bytes] | None:
     if cell is None:
         return None
     items = cell if isinstance(cell, list) else [cell]
-    read = [_read(item, root, f"{where}, image {number}") for number, item in enumerate(items, 1)]
+    read = [_read(item, root, watched, f"{where}, image {number}") for number, item in enumerate(items, 1)]
     return read or None
 
 
-def _read(item: Any, root: Path, where: str) -> bytes:
+def _read(item: Any, root: Path, watched: Sequence[Path], where: str) -> bytes:
     if isinstance(item, dict):
         item = item.get("bytes") or item.get("path")
     if isinstance(item, str):
-        item = _from_file(item, root, where)
+        item = _from_file(item, root, watched, where)
     if not isinstance(item, bytes):
         raise UserError(
             f"{where}: expected bytes, a struct of bytes and path, or a path, found {type(item).__name__}; mend or "
@@ -183,11 +184,19 @@ def _read(item: Any, root: Path, where: str) -> bytes:
     return item
 
 
-def _from_file(path: str, root: Path, where: str) -> bytes:
+def _from_file(path: str, root: Path, watched: Sequence[Path], where: str) -> bytes:
     try:
-        return (root / path).read_bytes()
+        read = (root / path).read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(
             f"{where}: {path[:200]!r} could not be read ({type(error).__name__}); paths are taken from the project's "
             "folder, and nothing is fetched from the network"
         ) from error
+    target = (root / path).resolve()
+    if not any((root / place).resolve() in (target, *target.parents) for place in watched):
+        folder = Path(path).parent
+        raise UserError(
+            f"{where}: {path[:200]} is in nothing that `sources` lists, so an edit of it would rerun nothing; add to "
+            f"params.yaml under sources:\n  images: {{path: {folder}, used_by: prompts}}"
+        )
+    return read

@@ -1,6 +1,6 @@
 """The prompts to train on and the held-out ones: one dataset each, or several put together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from rloo_pipeline import seeds
-from rloo_pipeline.config import PromptsConfig
+from rloo_pipeline.config import PromptsConfig, SourceConfig
 from rloo_pipeline.data.images import check_images, with_images
 from rloo_pipeline.data.keep import LeftOut
 from rloo_pipeline.data.load import load_kept
@@ -28,14 +28,18 @@ class Loaded:
     left_out: tuple[LeftOut, ...] = ()
 
 
-def load_prompts(config: PromptsConfig, root: Path, seed: int) -> dict[Split, Loaded]:
+def load_prompts(
+    config: PromptsConfig, root: Path, seed: int, sources: Mapping[str, SourceConfig] = {}
+) -> dict[Split, Loaded]:
     """The prompts of train and eval; raises UserError that names dataset, row and column of what cannot be used.
 
     Where the train datasets have weights, `mixture` tells the dataset of each row and `mixture_weight` its weight.
+    sources: what DVC watches, which images that are files must be among.
     """
-    train = _load_split(config, "train", root)
+    watched = [source.path for source in sources.values() if source.used_by == "prompts"]
+    train = _load_split(config, "train", root, watched)
     if config.eval_fraction is None:
-        return {"train": train, "eval": _load_split(config, "eval", root)}
+        return {"train": train, "eval": _load_split(config, "eval", root, watched)}
     trained, held_out = split_rows(train.table, config.eval_fraction, seed)
     mixture = [name for name in (MIXTURE, MIXTURE_WEIGHT) if name in held_out.column_names]
     return {"train": Loaded(trained, train.left_out), "eval": Loaded(held_out.drop_columns(mixture))}
@@ -68,13 +72,13 @@ def check_mixture(config: PromptsConfig, train: pa.Table) -> None:
                 )
 
 
-def _load_split(config: PromptsConfig, split: Split, root: Path) -> Loaded:
+def _load_split(config: PromptsConfig, split: Split, root: Path, watched: Sequence[Path]) -> Loaded:
     datasets = config.train if split == "train" else config.eval
     tables, names = [], []
     left_out: list[LeftOut] = []
     for number, dataset in enumerate(datasets):
         place = split if len(datasets) == 1 else f"{split}.{number}"
-        rows = with_images(load_kept(dataset, root), config.images_column, root)
+        rows = with_images(load_kept(dataset, root), config.images_column, root, watched)
         table = prompt_table(rows, dataset, config, place)
         if dataset.weight is not None:
             table = table.append_column(MIXTURE, pa.array([number] * table.num_rows, pa.int32()))

@@ -47,7 +47,7 @@ def run(
     work = record.work
     shutil.rmtree(work.parent, ignore_errors=True)
 
-    loaded = load_prompts(prompts, context.layout.root, context.seed)
+    loaded = load_prompts(prompts, context.layout.root, context.seed, context.sources)
     fetch(policy, context.layout.root, work / "model")
     policy_fingerprint = write_model_manifest(work / "model", trust_remote_code=policy.trust_remote_code)
     write_initial_state(work / "trainer_state")

@@ -1,5 +1,6 @@
 import re
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -134,9 +135,9 @@ def test_placeholders_are_never_sampled(sampled):
     assert np.exp(np.concatenate(got)).sum() == pytest.approx(1, abs=1e-4)
 
 
-def read(cells, column="photo", root=None, **others):
+def read(cells, column="photo", root=None, watched=(Path(),), **others):
     table = pa.table({column: cells, **others})
-    return with_images(Rows("data", table, np.arange(5, 5 + table.num_rows)), "photo", root).table
+    return with_images(Rows("data", table, np.arange(5, 5 + table.num_rows)), "photo", root, watched).table
 
 
 def test_images_are_read_as_people_have_them(tmp_path):
@@ -177,6 +178,15 @@ def test_what_is_no_image_is_refused_with_its_row(cells, told, tmp_path):
         read(cells, root=tmp_path)
 
 
+def test_files_that_dvc_does_not_watch_are_refused(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(picture(1))
+    for watched in ([Path("photos")], [Path("photos/a.png")], [Path("other"), Path("./photos/")]):
+        assert read(["photos/a.png"], root=tmp_path, watched=watched)["images"].to_pylist() == [[picture(1)]]
+    with pytest.raises(UserError, match=r"row 6, image 1: photos/a\.png is in nothing that `sources` lists"):
+        read(["photos/a.png"], root=tmp_path, watched=[Path("photos/b.png")])
+
+
 def test_columns_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match="there is a column images too"):
         read([picture(1)], images=["x"])
@@ -184,7 +194,7 @@ def test_columns_that_do_not_fit_are_refused():
         check_images(read([picture(1)], column="pictures"), "photo", "data")
     rows = Rows("data", pa.table({"images": pa.array([[picture(1)]], IMAGES)}), np.arange(1))
     with pytest.raises(UserError, match=r"set prompts\.images_column to images if the policy is to see them"):
-        with_images(rows, None, None)
+        with_images(rows, None, None, ())
 
 
 def test_reward_functions_get_images_and_prompts_as_trl_gives_them():
