@@ -16,7 +16,8 @@ Iteration = Annotated[str, typer.Argument(help="Four-digit id of the iteration, 
 @app.command()
 def table() -> None:
     """Print the run as a table, and whether the held-out reward improved."""
-    from rloo_pipeline.history import collect, show, verdict
+    from rloo_pipeline.history import collect
+    from rloo_pipeline.table import show, verdict
 
     layout = Layout(Path())
     params = load_params(layout.params)

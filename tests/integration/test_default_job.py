@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_pipeline.history import verdict
+from rloo_pipeline.table import verdict
 from tests.project import REPOSITORY, Project
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rloo_pipeline import history
+from rloo_pipeline import history, table
 from rloo_pipeline.config import parse_params
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.files import write_json
@@ -70,12 +70,28 @@ def line_of(text, iteration):
 @pytest.mark.parametrize("columns", ["80", "200"])
 def test_the_table_shows_each_figure_whole(layout, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    history.show(layout, PARSED)
+    table.show(layout, PARSED)
     text = capsys.readouterr().out
     for figure in ("0.333", "0.480 (0.401 to 0.560)", "0.750", "1.234", "25%", "40"):
         assert figure in line_of(text, "0001")
     assert "0.113 (0.050 to 0.200)" in line_of(text, "0000") or "0.112 (0.050 to 0.200)" in line_of(text, "0000")
     assert line_of(text, "0002").count("0.") == 0
+
+
+def test_components_and_the_dataset_have_a_table_of_their_own(layout, capsys):
+    table.show(layout, PARSED)
+    assert "held-out prompts" not in capsys.readouterr().out
+    several = [{"name": "liked", "function": "f.py:f"}, {"name": "polite", "function": "f.py:g", "weight": 0}]
+    scores = {"reward/liked": 0.5004, "reward/polite": -0.25}
+    wins = {"win_rate_dataset": 0.6, "win_rate_dataset_low": 0.5, "win_rate_dataset_high": 0.7}
+    write_json(
+        layout.metrics("evaluate", "0001"), {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, **scores, **wins}
+    )
+    table.show(layout, parse_params({**PARAMS, "rewards": several}))
+    below = capsys.readouterr().out.partition("held-out prompts")[2]
+    assert [title for title in ("liked", "polite", "wins over the dataset (95%)") if title not in below] == []
+    assert line_of(below, "0001").split() == ["0001", "0.500", "-0.250", "0.600", "(0.500", "to", "0.700)"]
+    assert line_of(below, "0002").split() == ["0002", "-", "-", "-"]
 
 
 def _evaluated(iteration: str, reward: float, low: float, high: float) -> dict[str, object]:
@@ -97,12 +113,12 @@ def _evaluated(iteration: str, reward: float, low: float, high: float) -> dict[s
 )
 def test_verdict(last: dict[str, object], expected: str) -> None:
     rows = [_evaluated("0000", 0.125, 0.07, 0.19), {"iteration": "0001"}, last]
-    assert f": {expected}" in history.verdict(rows)
-    assert "0.125 before" in history.verdict(rows)
+    assert f": {expected}" in table.verdict(rows)
+    assert "0.125 before" in table.verdict(rows)
 
 
 def test_verdict_without_a_second_evaluation() -> None:
-    assert "nothing to compare" in history.verdict([_evaluated("0000", 0.125, 0.07, 0.19), {"iteration": "0001"}])
+    assert "nothing to compare" in table.verdict([_evaluated("0000", 0.125, 0.07, 0.19), {"iteration": "0001"}])
 
 
 @pytest.mark.parametrize(
@@ -122,4 +138,4 @@ def test_damaged_metrics_are_named(layout, kind, content, why):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=rf"{kind}/update/0001.json: not readable as {kind} \(.*{why}.*restore it"):
-        history.show(layout, PARSED)
+        table.show(layout, PARSED)
