@@ -293,7 +293,7 @@ def test_the_scratch_can_be_kept_and_what_a_kill_left_goes(project: Project, rlo
     [
         (["0009"], "iteration 0009 is not in params.yaml, which has 0000, 0001, 0002"),
         (["1"], "four digits"),
-        (["--stage", "train"], "--stage train: there is no such stage; it is one of prepare, rollouts"),
+        (["--stage", "train"], "--stage train: there is no such stage; it is one of reward_model, prepare"),
         (["0001", "--stage", "prepare"], "iteration 0001 has no such stage; it has rollouts, logprobs"),
     ],
 )
