@@ -18,7 +18,7 @@ MAY_BE_THERE = {".git", ".venv"}  # a fresh repository and the environment that 
 SHOWN = 5
 SOURCES = "Records of the files that params.yaml lists under sources are kept in this folder.\n"
 TEMPLATES = {
-    "dvc.yaml": "dvc.yaml",
+    "stages.yaml": "dvc.yaml",  # under its own name DVC would take it for a part of the repository's project
     "gitignore": ".gitignore",
     "dvcignore": ".dvcignore",
     "dvc_config": ".dvc/config",

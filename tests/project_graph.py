@@ -6,7 +6,7 @@ After an edit of the repository's: python -m tests.project_graph
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-OWN, OF_PROJECTS = REPOSITORY / "dvc.yaml", REPOSITORY / "rloo_pipeline" / "project" / "dvc.yaml"
+OWN, OF_PROJECTS = REPOSITORY / "dvc.yaml", REPOSITORY / "rloo_pipeline" / "project" / "stages.yaml"
 NUMBERS = """\
   # The numbers of the installed package, looked at in every run: a stage whose number has risen runs again.
   algorithms:
