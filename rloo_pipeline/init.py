@@ -23,6 +23,7 @@ TEMPLATES = {
     "dvcignore": ".dvcignore",
     "dvc_config": ".dvc/config",
     "dvc_gitignore": ".dvc/.gitignore",
+    "prefect.yaml": "prefect.yaml",
 }
 
 

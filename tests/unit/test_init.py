@@ -27,7 +27,8 @@ def test_every_example_starts(tmp_path: Path) -> None:
     for name in examples():
         root = tmp_path / name
         start(root, name)
-        assert {"params.yaml", "dvc.yaml", "README.md", ".gitignore", ".dvcignore", ".dvc/config"} <= files(root)
+        made = {"params.yaml", "dvc.yaml", "prefect.yaml", "README.md", ".gitignore", ".dvcignore", ".dvc/config"}
+        assert made <= files(root)
         check_listed(load_params(root / "params.yaml"), root)
         assert YAML(typ="safe").load((root / "algorithms.yaml").read_text()) == algorithms.installed()
         assert "/artifacts/\n" in (root / ".gitignore").read_text()
@@ -98,10 +99,11 @@ def test_the_graph_is_the_repositorys_own() -> None:
     assert OF_PROJECTS.read_text() == of_projects(), "python -m tests.project_graph writes it anew"
 
 
-def test_the_settings_of_dvc_and_git_are_the_repositorys_own() -> None:
+def test_the_settings_of_dvc_git_and_prefect_are_the_repositorys_own() -> None:
     assert (PROJECT / "dvc_config").read_text() == (REPOSITORY / ".dvc" / "config").read_text()
     assert (PROJECT / "dvc_gitignore").read_text() == (REPOSITORY / ".dvc" / ".gitignore").read_text()
     assert (PROJECT / "dvcignore").read_text() == (REPOSITORY / ".dvcignore").read_text()
+    assert (PROJECT / "prefect.yaml").read_text() == (REPOSITORY / "prefect.yaml").read_text()
     ignored = (PROJECT / "gitignore").read_text().splitlines()
     assert set(ignored) < set((REPOSITORY / ".gitignore").read_text().splitlines())
 
