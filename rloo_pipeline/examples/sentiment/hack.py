@@ -104,6 +104,8 @@ def _weigh(params: Params, layout: Layout, score: float, nats: float) -> None:
     print(f"\nReward less beta x KL, beta {beta:g}:")
     print(f"- the last policy: {reward:.2f} - {beta:g} x {kl:.1f} nats = {reward - beta * kl:.2f}")
     print(f"- the first text and nothing else: {score:.2f} - {beta:g} x {nats:.1f} nats = {score - beta * nats:.2f}")
+    if nats > kl and score > reward:
+        print(f"- the text pays more than the last policy while beta is below {(score - reward) / (nats - kl):.3f}")
 
 
 if __name__ == "__main__":
