@@ -34,6 +34,11 @@ class Rendered:
         """Tokens of each."""
         return np.array([len(ids) for ids in self.token_ids], np.int64)
 
+    def kept(self, kept_P: npt.NDArray[np.bool_]) -> "Rendered":
+        """Those of them that are kept."""
+        rows = np.flatnonzero(kept_P).tolist()
+        return Rendered(self.rows_P[kept_P], [self.texts[row] for row in rows], [self.token_ids[row] for row in rows])
+
 
 def contents(tables: dict[Split, pa.Table], params: Params, report: Report) -> None:
     """Counts, columns, tasks that rewards are routed by, and prompts enough for an iteration."""
@@ -107,26 +112,26 @@ def lengths(
     config: SamplingConfig,
     params: Params,
     report: Report,
-) -> pa.Table:
-    """How long the prompts are; returns the table without those that were looked at and are too long."""
+) -> tuple[Rendered, pa.Table]:
+    """How long the prompts are; returns what was looked at, and the table, without those that are too long."""
     where = f"prompts.{split}"
     lengths_P = rendered.lengths_P
     of = f"{len(lengths_P)} looked at of {table.num_rows}" if len(lengths_P) < table.num_rows else f"{len(lengths_P)}"
     low, middle, high = (int(np.quantile(lengths_P, share, method="nearest")) for share in (0, 0.5, 1))
     limit = report.attempt(where, prompt_limit, context, config.max_tokens, params.prompts.max_prompt_tokens)
     if limit is None:
-        return table
+        return rendered, table
     told = f"tokens of a prompt ({of}): {low} to {high}, median {middle}; {limit.origin}"
     found = report.attempt(where, fits, lengths_P.tolist(), limit)
     if found is None:
-        return table
+        return rendered, table
     kept_P, reasons = found
     if reasons:
         report.warning(where, f"{told}: {len(reasons)} of these are left out as too long")
     else:
         report.ok(where, told)
     out = rendered.rows_P[~kept_P]
-    return table.filter(pa.array(np.isin(np.arange(table.num_rows), out, invert=True)))
+    return rendered.kept(kept_P), table.filter(pa.array(np.isin(np.arange(table.num_rows), out, invert=True)))
 
 
 def enough(train: pa.Table, params: Params, report: Report) -> None:

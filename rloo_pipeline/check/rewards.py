@@ -11,10 +11,12 @@ from rloo_pipeline.check.models import Kind, Model, examine
 from rloo_pipeline.check.prompts import Rendered
 from rloo_pipeline.check.report import Level, Report
 from rloo_pipeline.config import ExecutionConfig, Params, RewardConfig
+from rloo_pipeline.data.splits import Split
 from rloo_pipeline.layout import Layout, reward_model_at
 from rloo_pipeline.reward_config import FunctionReward, JudgeReward, ModelReward
 from rloo_pipeline.rewards.call import TrainerState
-from rloo_pipeline.rewards.judge import token_id
+from rloo_pipeline.rewards.judge import question_ids, token_id
+from rloo_pipeline.rewards.loading import Ids
 from rloo_pipeline.rewards.model import check_logit, token_ids
 from rloo_pipeline.rewards.question import questions
 from rloo_pipeline.rewards.score import join_prompts, scorer
@@ -35,9 +37,10 @@ def dry_call(config: RewardConfig, rows: pa.Table, layout: Layout, params: Param
     scored = report.attempt(where, _score, config.model_copy(update=quick), rows, layout.root, execution)
     if scored is None:
         return
-    for row, reason in sorted(scored.errors.items()):
-        level: Level = "error" if config.on_error == "fail" else "warning"
-        report.tell(level, where, f"{reason} (completion {rows['completion_text'][row].as_py()!r}, made up)")
+    texts = rows["completion_text"].to_pylist()
+    for reason in dict.fromkeys(scored.errors.values()):
+        of = " and ".join(repr(texts[row]) for row in sorted(scored.errors) if scored.errors[row] == reason)
+        report.tell(_level(config), where, f"{reason} (completion {of}, made up)")
     if not scored.errors:
         report.ok(where, f"scores of two made-up completions: {', '.join(_told(value) for value in scored.scores_N)}")
 
@@ -53,17 +56,32 @@ def _told(value: float) -> str:
 
 def made_up(config: RewardConfig, prompts: pa.Table, rendered: Rendered) -> pa.Table:
     """Two completions of the first two of `prompts`, rendered as said, that the reward applies to, joined with them."""
+    rows = _applying(config, prompts)
+    return _completed(prompts, rendered, [rows[0], rows[min(1, len(rows) - 1)]])
+
+
+def longest(config: RewardConfig, prompts: pa.Table, rendered: Rendered) -> pa.Table:
+    """The same of the longest of them."""
+    rows = _applying(config, prompts)
+    row = rows[int(np.argmax(rendered.lengths_P[rows]))]
+    return _completed(prompts, rendered, [row, row])
+
+
+def _applying(config: RewardConfig, prompts: pa.Table) -> list[int]:
     rows = list(range(prompts.num_rows))
     if config.tasks is not None and "task" in prompts.column_names:
         among = pc.is_in(prompts["task"].cast(pa.string()), value_set=pa.array(config.tasks))
         rows = np.flatnonzero(among.to_numpy(zero_copy_only=False)).tolist() or rows
-    first, second = rows[0], rows[min(1, len(rows) - 1)]
+    return rows
+
+
+def _completed(prompts: pa.Table, rendered: Rendered, rows: list[int]) -> pa.Table:
     values: dict[str, Any] = {
         "iteration": [0, 0],
-        "prompt_id": [prompts["prompt_id"][row].as_py() for row in (first, second)],
+        "prompt_id": [prompts["prompt_id"][row].as_py() for row in rows],
         "sample_index": [0, 1],
-        "prompt_text": [rendered.texts[row] for row in (first, second)],
-        "prompt_token_ids": [rendered.token_ids[row] for row in (first, second)],
+        "prompt_text": [rendered.texts[row] for row in rows],
+        "prompt_token_ids": [rendered.token_ids[row] for row in rows],
         "completion_text": list(COMPLETIONS),
         "completion_token_ids": [[0, 1, 2], [0]],
         "sampler_logprobs": [[-1.0, -1.0, -1.0], [-1.0]],
@@ -75,9 +93,9 @@ def made_up(config: RewardConfig, prompts: pa.Table, rendered: Rendered) -> pa.T
 
 
 def model(
-    config: ModelReward | JudgeReward, rows: pa.Table | None, layout: Layout, params: Params, report: Report
+    config: ModelReward | JudgeReward, rows: dict[Split, pa.Table], layout: Layout, params: Params, report: Report
 ) -> Model | None:
-    """What is known of a reward's model without its weights, and whether it could read these completions."""
+    """What is known of a reward's model without its weights, and whether it could read the longest of the prompts."""
     where = f"rewards, {config.name}"
     name = config.model if isinstance(config, ModelReward) else config.judge
     kind: Kind = "AutoModelForSequenceClassification" if isinstance(config, ModelReward) else "AutoModelForCausalLM"
@@ -90,22 +108,55 @@ def model(
         return None
     if isinstance(config, ModelReward):
         report.attempt(where, check_logit, config, found.config.num_labels, name)
-        if rows is not None:
-            report.attempt(where, token_ids, rows, found.tokenizer)
-    else:
-        if config.token is not None:
-            report.attempt(where, token_id, config.token, found.tokenizer, name)
-        if rows is not None:
-            _question(config, rows, where, report)
+    elif config.token is not None:
+        report.attempt(where, token_id, config.token, found.tokenizer, name)
+    for split, made in rows.items():
+        given = _given(config, made, found, where, report, shown=split == "train")
+        if given is None:
+            break  # the other split would say the same
+        _fits(config, split, len(given[COMPLETIONS.index("")]), found, params, report)
     report.ok(where, f"{name}: {found.parameters / 1e6:.1f} M parameters, context {found.context or 'unknown'}")
     return found
 
 
-def _question(config: JudgeReward, rows: pa.Table, where: str, report: Report) -> None:
+def _given(
+    config: ModelReward | JudgeReward, rows: pa.Table, found: Model, where: str, report: Report, *, shown: bool
+) -> list[Ids] | None:
+    """The tokens that the model would be given for each row; None, with an error, if there are none."""
+    if isinstance(config, ModelReward):
+        return report.attempt(where, token_ids, rows, found.tokenizer)
     asked = report.attempt(where, questions, config.prompt, rows, config.judge)
     if asked is None:
-        return
+        return None
     texts, errors = asked
-    for reason in errors.values():
-        report.tell("error" if config.on_error == "fail" else "warning", where, reason)
-    report.ok(where, f"what the judge is asked about a made-up completion\n{texts[0]}")
+    for reason in dict.fromkeys(errors.values()):
+        report.tell(_level(config), where, reason)
+    if shown:
+        report.ok(where, f"what the judge is asked about a made-up completion\n{texts[0]}")
+    return report.attempt(where, question_ids, texts, found.tokenizer)
+
+
+def _fits(
+    config: ModelReward | JudgeReward, split: Split, tokens: int, found: Model, params: Params, report: Report
+) -> None:
+    """Whether the longest prompt of a split, `tokens` with an empty completion, leaves the room for a whole one."""
+    sampling, section = (params.rollouts, "rollouts") if split == "train" else (params.evaluate, "evaluate")
+    answer = 0 if isinstance(config, ModelReward) else 1 if config.token is not None else config.max_tokens
+    known = [length for length in (found.context, found.tokenizer.model_max_length) if length is not None]
+    limit = min(known) - answer
+    if tokens + sampling.max_tokens <= limit:
+        return
+    # Its tokens are not the policy's, so a whole completion can be longer or shorter than that.
+    level = _level(config) if tokens > limit else "warning"
+    report.tell(
+        level,
+        f"rewards, {config.name}",
+        f"of the longest prompt looked at of prompts.{split} it reads {tokens} tokens, and of a completion about "
+        f"{sampling.max_tokens} more at most, but it takes {limit}; lower prompts.max_prompt_tokens or "
+        f"{section}.max_tokens, or take a model with a longer context",
+    )
+
+
+def _level(config: RewardConfig) -> Level:
+    """How bad it is that a row cannot be scored."""
+    return "error" if config.on_error == "fail" else "warning"

@@ -1,5 +1,7 @@
 """The check of a whole project."""
 
+import re
+
 import pyarrow as pa
 
 from rloo_pipeline.check import hub, machine, memory, project, prompts, reward_models, rewards, tokens
@@ -51,8 +53,10 @@ def _params(layout: Layout, report: Report) -> Params | None:
     try:
         params = load_params(layout.params)
     except UserError as error:
-        for line in str(error).splitlines():
-            report.error("params.yaml", line.removeprefix(f"{layout.params}: "))
+        name = f"{layout.params}: "
+        for finding in re.split(f"^{re.escape(name)}", str(error), flags=re.MULTILINE):
+            if finding:
+                report.error("params.yaml", finding.rstrip("\n"))
         return None
     names = ", ".join(reward.name for reward in params.rewards)
     report.ok("params.yaml", f"{len(params.iterations)} iterations, rewards {names}")
@@ -96,9 +100,8 @@ def _rendered(tables: Tables, policy: Model | None, params: Params, report: Repo
         rendered = None if read is None else prompts.render(split, table, read, report)
         if rendered is None:
             continue
-        found[split] = rendered
         config = params.rollouts if split == "train" else params.evaluate
-        kept = prompts.lengths(split, table, rendered, policy.context, config, params, report)
+        found[split], kept = prompts.lengths(split, table, rendered, policy.context, config, params, report)
         if split == "train":
             prompts.twice_begun(rendered, policy.tokenizer.bos_token_id, report)
             prompts.enough(kept, params, report)
@@ -116,17 +119,15 @@ def _rewards(
 ) -> list[Need]:
     """Call or look at every reward; returns what their models take."""
     needs = []
+    seen = {split: tables[split].take(pa.array(item.rows_P)) for split, item in rendered.items()}
     for config in params.rewards:
-        rows = None
-        if "train" in rendered:
-            seen = rendered["train"]
-            rows = rewards.made_up(config, tables["train"].take(pa.array(seen.rows_P)), seen)
         if isinstance(config, ModelReward | JudgeReward):
+            rows = {split: rewards.longest(config, table, rendered[split]) for split, table in seen.items()}
             found = rewards.model(config, rows, layout, params, report)
             if found is not None:
                 needs.append(memory.of_weights(f"rewards, {config.name}", found.parameters, config.dtype))
-        elif rows is not None:
-            rewards.dry_call(config, rows, layout, params, report)
+        elif "train" in seen:
+            rewards.dry_call(config, rewards.made_up(config, seen["train"], rendered["train"]), layout, params, report)
         else:
             report.warning(f"rewards, {config.name}", "not called, since there are no prompts to call it with")
     return needs

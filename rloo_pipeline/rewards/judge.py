@@ -99,13 +99,18 @@ def token_id(token: str, tokenizer: Any, what: str) -> int:
     return int(ids[0])
 
 
-def _score(config: JudgeReward, rows: pa.Table, tokenizer: Any, longest: int, ask: Ask, what: str) -> Scored:
-    texts, errors = questions(config.prompt, rows, what)
+def question_ids(texts: Sequence[str], tokenizer: Any) -> list[Ids]:
+    """Each question in the judge's tokens, as a user's message if it has a chat template."""
     by_template = bool(tokenizer.chat_template)
     if by_template:
         asked = [[{"role": "user", "content": text}] for text in texts]
         texts = render_chat(asked, tokenizer, add_generation_prompt=True)
-    ids = tokenize(texts, tokenizer, by_template=by_template)
+    return tokenize(texts, tokenizer, by_template=by_template)
+
+
+def _score(config: JudgeReward, rows: pa.Table, tokenizer: Any, longest: int, ask: Ask, what: str) -> Scored:
+    texts, errors = questions(config.prompt, rows, what)
+    ids = question_ids(texts, tokenizer)
     errors = misfits(lengths_of(ids), longest, f"the judge {config.judge}") | errors
     fitting = np.setdiff1d(np.arange(len(ids)), list(errors))
     scores_N = np.full(len(ids), np.nan)

@@ -132,6 +132,14 @@ def test_every_wrong_key_is_told(project: Project, rloo: CommandLine) -> None:
     assert errors[1][1].startswith("update.learning_rat: there is no such key")
 
 
+def test_what_yaml_says_of_a_file_is_one_finding(project: Project, rloo: CommandLine) -> None:
+    (project.root / "params.yaml").write_text("prompts: {generator: a.py:train}: x")
+    told = findings(rloo(project, "check").stdout)
+    (text,) = (what for level, where, what in told if (level, where) == ("error", "params.yaml"))
+    assert text.startswith("not readable as YAML: ")
+    assert "line 1, column" in text
+
+
 def test_prompts_that_are_too_long(project: Project, rloo: CommandLine) -> None:
     rows = [{"prompt": letter * 300, "answer": letter} for letter in "ab"] + [{"prompt": "short", "answer": "x"}] * 3
     (project.root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -186,6 +194,49 @@ def test_models_of_rewards(project: Project, rloo: CommandLine) -> None:
     assert "Say a: The answer is 42. a" in outcome.stdout
     # The head is 3 x 64 in place of the tied embedding's second use, which has no weights of its own.
     assert look("scorer", None, project.root, "AutoModelForSequenceClassification").parameters == PARAMETERS + 3 * 64
+
+
+@pytest.mark.parametrize(
+    ("context", "level"),
+    # The longest held-out prompt that the policy keeps has 20 tokens, and a completion has 6 at most.
+    [(26, "ok"), (25, "warning"), (20, "warning"), (19, "error")],
+)
+def test_context_of_a_reward_model(project: Project, rloo: CommandLine, context: int, level: str) -> None:
+    config = make_model().config.to_dict() | {"num_labels": 1, "max_position_embeddings": context}
+    LlamaForSequenceClassification(LlamaConfig(**config)).save_pretrained(project.root / "scorer")
+    make_tokenizer().save_pretrained(project.root / "scorer")
+    rows = [{"prompt": letter * length, "answer": "a"} for letter, length in (("a", 5), ("b", 20), ("c", 255))]
+    (project.root / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    params = project.params()
+    params["sources"]["scorer"] = {"path": "scorer", "used_by": "rewards"}
+    params["rewards"] = [{"name": "short", "model": "scorer"}]
+    project.write_params(params)
+    outcome = rloo(project, "check")
+    told = [(one, what) for one, where, what in findings(outcome.stdout) if where == "rewards, short"]
+    assert told[-1] == ("ok", f"scorer: 0.1 M parameters, context {context}")
+    if level == "ok":
+        assert len(told) == 1, outcome.stdout
+    else:
+        assert [one for one, _ in told] == [level, "ok"], outcome.stdout
+        assert "of the longest prompt looked at of prompts.eval it reads 20 tokens" in told[0][1]
+        assert f"about 6 more at most, but it takes {context};" in told[0][1]
+
+
+def test_the_answer_of_a_judge_must_fit_too(project: Project, rloo: CommandLine) -> None:
+    """`{prompt} {completion}`, byte by byte in the tiny tokenizer: 6 + 1, 6 of a completion, and the answer's."""
+    for name, context in (("judge", 17), ("forgetful", 16)):
+        make_policy(project.root / name)
+        (project.root / name / "chat_template.jinja").unlink()
+        file = project.root / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": context}))
+    params = project.params()
+    params["sources"] |= {name: {"path": name, "used_by": "rewards"} for name in ("judge", "forgetful")}
+    ask = {"prompt": "{prompt} {completion}", "pattern": "([0-9])", "max_tokens": 4}
+    params["rewards"] = [{"name": name, "judge": name, **ask} for name in ("judge", "forgetful")]
+    project.write_params(params)
+    told = findings(rloo(project, "check").stdout)
+    assert [(level, where) for level, where, _ in told if level != "ok"] == [("warning", "rewards, forgetful")] * 2
+    assert any("but it takes 12;" in what for _, _, what in told)
 
 
 def test_reward_models_to_be_trained(project: Project, rloo: CommandLine) -> None:
