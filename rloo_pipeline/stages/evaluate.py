@@ -179,25 +179,33 @@ def rewards_by_prompt(table: pa.Table, column: str = "reward") -> np.ndarray:
 
 
 def quality(table: pa.Table, opponent: pa.Table | None, config: EvaluateConfig, seed: int) -> dict[str, float]:
-    """Mean reward and its interval over prompts, pass@k, KL, and the win rate against the initial policy."""
+    """Mean reward and its interval over prompts, pass@k, KL, and the win rate against the initial policy.
+
+    A prompt without any valid reward takes no part and is counted; raises UserError if there is no other.
+    """
     rewards_PN = rewards_by_prompt(table)
-    if np.isnan(rewards_PN).all(1).any():
-        raise UserError("a held-out prompt has no valid reward at all; see reward_error in the rows or mend the reward")
-    rewards_P = np.nanmean(rewards_PN, axis=1)
+    scored_P = ~np.isnan(rewards_PN).all(1)
+    if not scored_P.any():
+        raise UserError("no held-out completion has a valid reward; see reward_error in the rows, and mend the reward")
+    rewards_P = np.nanmean(rewards_PN[scored_P], axis=1)
     metrics = {"kl": float(table["kl"].to_numpy().mean()), "reward": float(rewards_P.mean())}
     metrics |= _interval("reward", rewards_P, config, seed)
+    metrics["prompts_invalid"] = int((~scored_P).sum())
     # Rewards are float32: 0.9 among them is less than 0.9 in float64.
-    passed_P = (rewards_PN >= np.float32(config.pass_threshold)).sum(1)
-    valid_P = (~np.isnan(rewards_PN)).sum(1)
+    passed_P = (rewards_PN[scored_P] >= np.float32(config.pass_threshold)).sum(1)
+    valid_P = (~np.isnan(rewards_PN[scored_P])).sum(1)
     for k in config.pass_k:
         if valid_P.min() >= k:
             metrics[f"pass@{k}"] = float(pass_at_k(valid_P, passed_P, k).mean())
     if opponent is not None:
-        rates_P = prompt_win_rates(rewards_PN, rewards_by_prompt(opponent))
-        rates_P = rates_P[~np.isnan(rates_P)]
-        metrics["win_rate"] = float(rates_P.mean())
-        metrics |= _interval("win_rate", rates_P, config, seed)
+        metrics |= _win_rate("win_rate", prompt_win_rates(rewards_PN, rewards_by_prompt(opponent)), config, seed)
     return metrics
+
+
+def _win_rate(name: str, rates_P: np.ndarray, config: EvaluateConfig, seed: int) -> dict[str, float]:
+    """Mean and interval over the prompts that have a pair of valid rewards; nothing where none has."""
+    rates_P = rates_P[~np.isnan(rates_P)]
+    return {name: float(rates_P.mean())} | _interval(name, rates_P, config, seed) if len(rates_P) else {}
 
 
 def against_dataset(table: pa.Table, own: pa.Table, config: EvaluateConfig, seed: int) -> dict[str, float]:
@@ -209,15 +217,14 @@ def against_dataset(table: pa.Table, own: pa.Table, config: EvaluateConfig, seed
             f"evaluate.opponent_column: no completion in {config.opponent_column} has a valid reward; mend the "
             "rewards, or name another column"
         )
-    rates_P = prompt_win_rates(rewards_by_prompt(table), own_P1)[valid_P]
+    rates_P = prompt_win_rates(rewards_by_prompt(table), own_P1)
     metrics = {
         "dataset_reward": float(own_P1[valid_P].mean()),
         "dataset_completions": own.num_rows,
         "dataset_completions_null": len(own_P1) - own.num_rows,
         "dataset_completions_invalid": own.num_rows - int(valid_P.sum()),
-        "win_rate_dataset": float(rates_P.mean()),
     }
-    return metrics | _interval("win_rate_dataset", rates_P, config, seed)
+    return metrics | _win_rate("win_rate_dataset", rates_P, config, seed)
 
 
 def _interval(name: str, values_P: np.ndarray, config: EvaluateConfig, seed: int) -> dict[str, float]:

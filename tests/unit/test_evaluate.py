@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rloo_pipeline.config import EvaluateConfig
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.stages.evaluate import kl_to, quality, rewards_by_prompt
+from rloo_pipeline.stages.evaluate import against_dataset, kl_to, quality, rewards_by_prompt
 
 
 def config(**settings):
@@ -81,9 +81,35 @@ def test_pass_at_k_needs_k_valid_samples_of_every_prompt():
     assert "pass@2" not in got
 
 
-def test_a_prompt_without_any_valid_reward_is_refused():
-    with pytest.raises(UserError, match="no valid reward at all"):
-        quality(table({"a": [1.0] * 3, "b": [None] * 3}), None, config(), seed=0)
+def test_a_prompt_without_any_valid_reward_takes_no_part_and_is_counted():
+    """b has none here and c has none in the opponent's evaluation; of a, 1 > 0 and 0 = 0: 3 of 4 pairs."""
+    mine = table({"a": [1.0, 0.0], "b": [None] * 2, "c": [0.0, 0.0]})
+    got = quality(mine, table({"a": [0.0, 0.0], "b": [1.0] * 2, "c": [None] * 2}), config(), seed=0)
+    assert got["prompts_invalid"] == 1
+    assert got["reward"] == pytest.approx((1 / 2 + 0) / 2)
+    assert got["pass@1"] == pytest.approx((1 / 2 + 0) / 2)
+    assert got["pass@2"] == pytest.approx((1 + 0) / 2)
+    assert got["win_rate"] == pytest.approx(3 / 4)
+    assert quality(MINE, None, config(), seed=0)["prompts_invalid"] == 0
+
+
+def test_no_pair_of_valid_rewards_gives_no_win_rate():
+    mine, opponent = table({"a": [1.0, 0.0], "b": [None] * 2}), table({"a": [None] * 2, "b": [1.0, 0.0]})
+    assert not any("win_rate" in key for key in quality(mine, opponent, config(), seed=0))
+
+
+def test_without_any_valid_reward_there_is_nothing_to_report():
+    with pytest.raises(UserError, match="no held-out completion has a valid reward"):
+        quality(table({"a": [None] * 3, "b": [None] * 3}), None, config(), seed=0)
+
+
+def test_prompts_without_a_valid_reward_against_the_dataset():
+    """a: 1 > 0.5 and 0 < 0.5; b has no valid reward of the policy's, c none of the dataset's."""
+    both = table({"a": [1.0, 0.0], "b": [None] * 2, "c": [1.0, 1.0]})
+    both = both.append_column("dataset_reward", pa.array([0.5, 0.5, 0.25, 0.25, None, None], pa.float32()))
+    got = against_dataset(both, pa.table({"prompt_id": ["a", "b", "c"]}), config(opponent_column="own"), seed=0)
+    assert got["win_rate_dataset"] == pytest.approx(1 / 2)
+    assert (got["dataset_completions"], got["dataset_completions_invalid"]) == (3, 1)
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.7, 0.9, 1.0])
