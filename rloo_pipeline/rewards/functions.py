@@ -100,7 +100,7 @@ class _Scorer:
         """Scores of the rows each alone; with on_error: fail, up to the first one with an error."""
         config = self.functions.configs[number]
         stop = config.on_error == "fail"
-        say(f"reward {config.name}: {reason} (on {rows.num_rows} rows from row 1 on); called row by row now")
+        say(f"reward {config.name}: {reason} (on {rows.num_rows} rows together); called row by row now")
         left, replies = deque(range(rows.num_rows)), dict[int, Message]()
 
         def drain(worker: WorkerProcess) -> None:

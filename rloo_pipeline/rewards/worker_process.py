@@ -18,6 +18,7 @@ from rloo_pipeline.reward_config import FunctionReward
 from rloo_pipeline.rewards.frames import Message, TimeIsUp, receive, send
 
 SECONDS_TO_LOAD = 600.0  # importing what the functions need, models of their own among it
+SECONDS_TO_START = 600.0  # from a request to the start of a call, while no other call is under way
 SECONDS_TO_END = 5.0
 # Modules are found where this process finds them, whatever lies in the working directory.
 START = (
@@ -70,7 +71,8 @@ class WorkerProcess:
         try:
             send(self.requests, {"calls": [{"function": call.function, "rows": call.rows} for call in calls]}, rows)
             while len(replies) < len(calls):
-                message, _ = receive(self.replies, min(deadlines.values(), default=None))
+                to_start = time.monotonic() + SECONDS_TO_START
+                message, _ = receive(self.replies, min(deadlines.values(), default=to_start))
                 if "started" in message:
                     number = message["started"]
                     deadlines[number] = time.monotonic() + self.functions.configs[number].time_limit
@@ -79,8 +81,11 @@ class WorkerProcess:
                     replies[number] = message
                     del deadlines[number]
         except TimeIsUp:
-            late = min(deadlines, key=lambda number: deadlines[number])
             self.kill()
+            if not deadlines:
+                problem = f"could not be called for {SECONDS_TO_START:g} s: something that a call left running is in"
+                return replies, Crash(f"{problem} the way", [])
+            late = min(deadlines, key=lambda number: deadlines[number])
             limit = self.functions.configs[late].time_limit
             return replies, Crash(f"took longer than {limit:g} s and was stopped", list(deadlines))
         except (EOFError, OSError):

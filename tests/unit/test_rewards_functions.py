@@ -16,6 +16,7 @@ import pytest
 from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.reward_config import FunctionReward
+from rloo_pipeline.rewards import worker_process
 from rloo_pipeline.rewards.call import TrainerState
 from rloo_pipeline.rewards.functions import open_functions
 from rloo_pipeline.rewards.scored import Scored, settle
@@ -254,7 +255,8 @@ HOLDS = (
     "import os, re, subprocess, time\n"
     "def f(**kwargs):\n"
     "    child = subprocess.Popen(['sleep', '1000'])\n"
-    "    open('pids.tmp', 'w').write(f'{os.getpid()} {os.getppid()} {child.pid}')\n"
+    "    apart = subprocess.Popen(['sh', '-c', 'sleep 1000 & wait'], start_new_session=True)\n"
+    "    open('pids.tmp', 'w').write(f'{os.getpid()} {os.getppid()} {child.pid} {apart.pid}')\n"
     "    os.rename('pids.tmp', 'pids')\n"
     "    re.match('(a+)+$', 'a' * 99 + 'b')  # keeps the interpreter's lock\n"
 )
@@ -273,6 +275,37 @@ def test_what_a_hanging_function_started_ends_with_it(tmp_path: Path, monkeypatc
     scored = run(tmp_path, HOLDS, component("f", time_limit=1.0), table=table)["f"]
     assert list(scored.errors) == [0]
     assert gone(tmp_path)
+
+
+def test_a_child_that_holds_the_pipes_does_not_hide_the_end(tmp_path: Path) -> None:
+    code = (
+        "import os, time\n"
+        "def f(**kwargs):\n"
+        "    if os.fork() == 0:\n"
+        "        os.setsid()\n"
+        "        time.sleep(1000)\n"
+        "    os._exit(5)\n"
+    )
+    scored = run(tmp_path, code, component("f", on_error="invalid"), table=rows().slice(0, 1))["f"]
+    assert scored.errors == {0: "reward.py:f ended its process (exit status 5)"}
+
+
+def test_what_a_call_leaves_running_does_not_stop_the_next_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker_process, "SECONDS_TO_START", 1.0)
+    code = (
+        "import asyncio, time\n"
+        "async def f(**kwargs):\n"
+        "    asyncio.get_running_loop().call_later(0.5, time.sleep, 1000)\n"
+        "    return [1]\n"
+    )
+    (tmp_path / "reward.py").write_text(code)
+    with open_functions([component("f", on_error="invalid")], tmp_path, STATE, TWO) as score:
+        assert values(score(rows().slice(0, 1))["f"]) == [1.0]
+        time.sleep(1)  # now the loop is blocked
+        assert values(score(rows().slice(0, 1))["f"]) == [1.0]
+    assert "reward.py:f could not be called for 1 s: something that a call left running is in" in capsys.readouterr().err
 
 
 def test_nothing_lives_on_when_the_stage_is_killed(tmp_path: Path) -> None:
