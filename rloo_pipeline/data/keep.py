@@ -88,9 +88,21 @@ def rename(table: pa.Table, columns: Mapping[str, str], source: str) -> pa.Table
 
 
 def _takeable(table: pa.Table) -> pa.Table:
-    # Arrow cannot filter or take string views.
-    fields = [field.with_type(pa.string()) if pa.types.is_string_view(field.type) else field for field in table.schema]
-    return table.cast(pa.schema(fields))
+    """The table without views, also within lists and structs: Arrow cannot filter or take them."""
+    return table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        made = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return made(kind.value_field.with_type(_without_views(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+    return kind
 
 
 def _apply(rows: Rows, kept_N: npt.NDArray[np.bool_], kind: Literal["where", "filter"], reason: str) -> Rows:

@@ -1,11 +1,14 @@
 """Rows as people have them: JSONL, CSV, Parquet, a hub dataset or a function, as one Arrow table."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
@@ -14,6 +17,12 @@ from rloo_pipeline.data_config import TableConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.progress import say
 from rloo_pipeline.rewards.sources import load_callable
+
+CSV_TYPES = (
+    (pa.int64(), r"^(0|-?[1-9][0-9]*)$"),
+    (pa.float64(), r"^-?(0|[1-9][0-9]{0,14})?(\.[0-9]{0,17})?([eE][+-]?[0-9]+)?$"),
+    (pa.bool_(), r"(?i)^(true|false)$"),
+)
 
 
 def load_rows(dataset: TableConfig, root: Path) -> pa.Table:
@@ -67,7 +76,7 @@ def _read_jsonl(path: Path) -> pa.Table:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # bad JSON, a number of thousands of digits, or deep nesting
             raise UserError(f"{path}: line {number} is not JSON ({error}); mend or remove it") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}: line {number} is a {type(row).__name__}; each line must be an object")
@@ -84,7 +93,7 @@ def _text(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> pa.Table:
-    """Every column is read as text, then a column of numbers or of true and false becomes one; empty cells are null."""
+    """Every column is read as text, then `_typed` finds numbers, true and false; empty cells are null."""
     options = pyarrow.csv.ParseOptions(newlines_in_values=True)
     reading = pyarrow.csv.ReadOptions(use_threads=False)
     try:
@@ -103,13 +112,14 @@ def _read_csv(path: Path) -> pa.Table:
 
 
 def _typed(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    for kind in (pa.int64(), pa.float64(), pa.bool_()):
-        try:
-            typed = column.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-        # 007 stays text: as the number 7 it would be another answer.
-        return typed if kind != pa.int64() or typed.cast(pa.string()) == column else column
+    """The column as whole numbers, decimals, or true and false, if all its cells are; else as it is.
+
+    A column with a cell like 007, or of more digits than a number holds, stays text: it would be another answer.
+    """
+    for kind, pattern in CSV_TYPES:
+        if pc.all(pc.match_substring_regex(column, pattern), min_count=0).as_py():
+            with suppress(pa.ArrowInvalid):  # a whole number above 64 bits
+                return column.cast(kind)
     return column
 
 
@@ -130,7 +140,12 @@ def _from_hub(dataset: TableConfig) -> pa.Table:
             f"hub dataset {source_name(dataset)} could not be loaded ({type(error).__name__}: {error}); check "
             "hub, name, split and revision and the network (and HF_HUB_OFFLINE), or use a file"
         ) from error
-    return loaded.with_format("arrow")[:].replace_schema_metadata(None)
+    return _of_dataset(loaded)
+
+
+def _of_dataset(dataset: Any) -> pa.Table:
+    table: pa.Table = dataset.with_format("arrow")[:]
+    return table.replace_schema_metadata(None)
 
 
 def _from_generator(spec: str, kwargs: Mapping[str, Any], root: Path) -> pa.Table:
@@ -141,8 +156,13 @@ def _from_generator(spec: str, kwargs: Mapping[str, Any], root: Path) -> pa.Tabl
         raise UserError(f"{spec}: {error}") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{spec}: raised {type(error).__name__}: {error}; mend it or its kwargs") from error
+    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
+        return _of_dataset(rows)
     if not isinstance(rows, list):
-        raise UserError(f"{spec}: returned a {type(rows).__name__}; it must return a list of dicts, one for each row")
+        raise UserError(
+            f"{spec}: returned a {type(rows).__name__}; it must return a list of dicts, one for each row, or a "
+            "datasets.Dataset"
+        )
     places = [f"{spec}: row {index}" for index in range(1, len(rows) + 1)]
     for place, row in zip(places, rows, strict=True):
         if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):

@@ -70,7 +70,7 @@ def run(
         if part.left_out:
             record.notes[f"{split}_left_out"] = [asdict(item) for item in part.left_out]
     write_shards_manifest(work / "prompts", entries, {})
-    record.metrics["eval_prompts_also_in_train"] = _shared({split: part.table for split, part in loaded.items()})
+    record.metrics["eval_prompts_also_in_train"] = shared({split: part.table for split, part in loaded.items()})
     layout = context.layout
     outputs = {
         work / "prompts": layout.prompts,
@@ -106,10 +106,10 @@ def _counts(split: Split, left_out: Sequence[LeftOut], too_long: int) -> dict[st
     return {total: kinds.total(), **{f"{total}/{kind}": rows for kind, rows in sorted(kinds.items()) if rows}}
 
 
-def _shared(tables: Mapping[Split, pa.Table]) -> int:
+def shared(tables: Mapping[Split, pa.Table]) -> int:
     """How many held-out prompts are trained on too, with the same images if they have any."""
-    trained, held_out = (list(map(str, _seen(tables[split]))) for split in ("train", "eval"))
-    return sum(prompt in set(trained) for prompt in held_out)
+    trained = set(map(str, _seen(tables["train"])))
+    return sum(str(prompt) in trained for prompt in _seen(tables["eval"]))
 
 
 def _seen(table: pa.Table) -> list[Any]:

@@ -89,6 +89,21 @@ def test_where_of_other_string_types(tmp_path: Path, kind: pa.DataType) -> None:
     assert rows.places_N.tolist() == [0, 3]
 
 
+def test_rows_of_views_can_be_taken(tmp_path: Path) -> None:
+    """As some writers of Parquet leave them, in lists and structs too."""
+    text = pa.string_view()
+    turns = pa.list_(pa.struct([("role", text), ("content", text)]))
+    table = pa.table(
+        {
+            "prompt": pa.array([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], turns),
+            "tags": pa.array([["x"], None], pa.large_list(text)),
+            "raw": pa.array([b"1", b"2"], pa.binary_view()),
+        }
+    )
+    kept = keep(table, TableConfig(file=Path("data.parquet")), "data.parquet", tmp_path).table
+    assert kept.take(pa.array([1, 0])).to_pylist() == table.to_pylist()[::-1]
+
+
 def test_where_of_small_numbers(tmp_path: Path) -> None:
     table = pa.table({"a": pa.array([1, 2], pa.int8()), "b": pa.array([0.1, 0.2], pa.float32())})
     pq.write_table(table, tmp_path / "data.parquet")

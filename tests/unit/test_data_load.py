@@ -84,6 +84,8 @@ def test_generator_in_an_installed_module(tmp_path: Path) -> None:
         ("data.txt", b"", r"data.txt: .txt is not read; use one of .jsonl, .csv, .parquet"),
         ("data.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"data.jsonl: line 2 is not JSON .*; mend or remove it"),
         ("data.jsonl", b'{"prompt": "a"}\n\n["b"]\n', "data.jsonl: line 3 is a list; each line must be an object"),
+        ("data.jsonl", b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "data.jsonl: line 1 is not JSON .*5000 digits"),
+        ("data.jsonl", b'{"prompt": "a", "n": ' + b"[" * 10**5, "data.jsonl: line 1 is not JSON .*recursion depth"),
         ("data.jsonl", b'{"prompt": "\xff"}\n', "data.jsonl: not UTF-8 .*; save it as UTF-8"),
         (
             "data.jsonl",
@@ -120,7 +122,10 @@ def test_truncated_parquet(tmp_path: Path) -> None:
     [
         ("def other(): return []", "make.py has no rows; it has other"),
         ("rows = [{'prompt': 'a'}]", "rows is a list, not a callable; name a function"),
-        ("def rows(): return ({'prompt': 'a'},)", "make.py:rows: returned a tuple; it must return a list of dicts"),
+        (
+            "def rows(): return ({'prompt': 'a'},)",
+            "make.py:rows: returned a tuple; it must return a list of dicts, .* or a datasets.Dataset",
+        ),
         ("def rows(): return [{'prompt': 'a'}, 'b']", "make.py:rows: row 2 is a str; it must be a dict"),
         ("def rows(): return [{'prompt': 'a', 'x': 1}, {'prompt': 'b', 'x': 'y'}]", "row 2, column x: 'y' does not go"),
         ("def rows(): return [{'prompt': object()}]", "row 1, column prompt: <object"),
@@ -143,3 +148,33 @@ def test_csv_answers_with_leading_zeros_stay_text(tmp_path):
     table = load_rows(DatasetConfig(file=path), tmp_path)
     assert table["answer"].to_pylist() == ["007", "7"]
     assert table["count"].to_pylist() == [7, 12]
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["8", "-2.5", "1e3"], [8.0, -2.5, 1000.0]),
+        (["0.30000000000000004", ""], [0.1 + 0.2, None]),
+        (["TRUE", "false"], [True, False]),
+        (["9223372036854775807", "1"], [9223372036854775807, 1]),
+        (["9223372036854775808", "1"], ["9223372036854775808", "1"]),
+        (["121932631112635269", "1.5"], ["121932631112635269", "1.5"]),
+        (["007", "1.5"], ["007", "1.5"]),
+        (["inf", "nan"], ["inf", "nan"]),
+    ],
+)
+def test_csv_cells_that_a_number_cannot_hold_leave_the_column_text(
+    tmp_path: Path, cells: list[str], values: list[object]
+) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,a\n" + "".join(f"p,{cell}\n" for cell in cells))
+    assert load_file(tmp_path, "rows.csv")["a"].to_pylist() == values
+
+
+def test_generator_that_returns_a_dataset_of_the_hub_client(tmp_path: Path) -> None:
+    code = (
+        "import datasets\n"
+        "def rows():\n"
+        "    made = datasets.Dataset.from_list([{'ask': 'a'}, {'ask': 'b'}, {'ask': 'c'}])\n"
+        "    return made.select([0, 2]).map(lambda row: {'prompt': row['ask'] * 2})\n"
+    )
+    assert load_generator(tmp_path, code).to_pylist() == [{"ask": "a", "prompt": "aa"}, {"ask": "c", "prompt": "cc"}]

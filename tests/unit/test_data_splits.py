@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rloo_pipeline.data.images import COLUMN, IMAGES
 from rloo_pipeline.data.keep import LeftOut
 from rloo_pipeline.data.splits import Loaded, check_mixture, concatenate, load_prompts, split_rows
 from rloo_pipeline.data_config import PromptsConfig
 from rloo_pipeline.errors import UserError
+from rloo_pipeline.stages.prepare import shared
 
 Rows = Sequence[dict[str, Any]]
 
@@ -183,3 +185,15 @@ def test_another_seed_holds_out_others() -> None:
 def test_a_fraction_that_leaves_a_side_empty() -> None:
     with pytest.raises(UserError, match=r"prompts.eval.fraction 0.01: of 2 prompts 0 would be held out"):
         split_rows(ids_table(["a", "b"]), 0.01, seed=0)
+
+
+def test_held_out_prompts_that_are_trained_on_too_are_counted() -> None:
+    train = pa.table({"prompt_id": ["a", "b", "c"], "prompt": ["1", "2", "2"]})
+    held_out = pa.table({"prompt_id": ["d", "e", "f"], "prompt": ["2", "3", "2"]})
+    assert shared({"train": train, "eval": held_out}) == 2
+    seen = {"train": [[b"x"], [b"x"], None], "eval": [[b"x"], [b"x"], [b"y"]]}
+    tables = {
+        split: table.append_column(COLUMN, pa.array(seen[split], IMAGES))
+        for split, table in (("train", train), ("eval", held_out))
+    }
+    assert shared(tables) == 1
