@@ -7,6 +7,7 @@ import pyarrow.compute as pc
 
 from rloo_pipeline.config import PromptsConfig
 from rloo_pipeline.data.keep import Rows
+from rloo_pipeline.data.parts import have_parts, without_parts
 from rloo_pipeline.data_config import DatasetConfig
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.schema import RESERVED_COLUMNS, reward_column
@@ -107,7 +108,7 @@ def _prompts(rows: Rows, name: str) -> pa.Array:
         _refuse(_blank(prompt), rows, name, "an empty prompt; fill or remove it")
         return prompt
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return _messages(column, rows, name)
+        return _messages(without_parts(column, rows, name) if have_parts(column) else column, rows, name)
     if pa.types.is_null(column.type):
         _refuse(column.is_null(), rows, name, "an empty prompt; fill or remove it")
     raise UserError(
