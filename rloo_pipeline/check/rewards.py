@@ -25,6 +25,7 @@ from rloo_pipeline.stages.sampling import COLUMNS
 
 COMPLETIONS = ("The answer is 42.", "")  # the second as of a policy that ends at once
 LONGEST_CALL = 60.0  # seconds
+STOPPED = "and was stopped"  # how the reason of a call that took too long ends
 EXECUTION = {"service_retries": 0}
 
 
@@ -39,6 +40,9 @@ def dry_call(config: RewardConfig, rows: pa.Table, layout: Layout, params: Param
         return
     texts = rows["completion_text"].to_pylist()
     for reason in dict.fromkeys(scored.errors.values()):
+        if isinstance(config, FunctionReward) and limit != config.time_limit and STOPPED in reason:
+            report.warning(where, f"{reason}; the stage waits {config.time_limit:g} s, so it may be as it should")
+            continue
         of = " and ".join(repr(texts[row]) for row in sorted(scored.errors) if scored.errors[row] == reason)
         report.tell(_level(config), where, f"{reason} (completion {of}, made up)")
     if not scored.errors:

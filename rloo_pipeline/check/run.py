@@ -129,7 +129,7 @@ def _rewards(
         elif "train" in seen:
             rewards.dry_call(config, rewards.made_up(config, seen["train"], rendered["train"]), layout, params, report)
         else:
-            report.warning(f"rewards, {config.name}", "not called, since there are no prompts to call it with")
+            report.warning(f"rewards, {config.name}", "not called: that takes prompts and the policy's tokenizer")
     return needs
 
 

@@ -140,6 +140,22 @@ def test_what_yaml_says_of_a_file_is_one_finding(project: Project, rloo: Command
     assert "line 1, column" in text
 
 
+def test_a_slow_function_is_no_error_as_long_as_the_stage_would_wait(
+    project: Project, rloo: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rloo_pipeline.check.rewards.LONGEST_CALL", 0.5)
+    (project.root / "reward.py").write_text("import time\n\n\ndef score(**kwargs):\n    time.sleep(600)\n")
+    outcome = rloo(project, "check")
+    (text,) = (
+        what for level, where, what in findings(outcome.stdout) if (level, where) == ("warning", "rewards, letters")
+    )
+    assert text.endswith("took longer than 0.5 s and was stopped; the stage waits 600 s, so it may be as it should")
+    project.change("rewards", [PARAMS["rewards"][0] | {"time_limit": 0.5}])
+    outcome = rloo(project, "check")
+    assert outcome.code == 2
+    assert "error    rewards, letters: reward.py:score took longer than 0.5 s" in outcome.stdout
+
+
 def test_prompts_that_are_too_long(project: Project, rloo: CommandLine) -> None:
     rows = [{"prompt": letter * 300, "answer": letter} for letter in "ab"] + [{"prompt": "short", "answer": "x"}] * 3
     (project.root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
