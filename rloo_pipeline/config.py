@@ -115,7 +115,7 @@ class EvaluateConfig(SamplingConfig):
     bootstrap_resamples: int = Field(default=2000, ge=100, description="Resamples of prompts for the intervals.")
     opponent_column: str | None = Field(
         default=None,
-        description="Column of the held-out prompts with the dataset's own completion, a string, to win against.",
+        description="Column of the held-out prompts with the dataset's own completion, text or [one message].",
     )
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ FILE = Path("images") / "images.parquet"
 IMAGES = pa.list_(pa.large_binary())
 # Other formats of Pillow's start programs or are rarely meant (EPS calls Ghostscript).
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+ORIENTATION = 0x0112  # of EXIF
 
 Encoded = Sequence[bytes]
 
@@ -110,10 +111,12 @@ def decode(image: bytes) -> "Image":
 
 
 def open_image(image: bytes) -> "Image":
-    """The image, decoded when its pixels are asked for."""
-    from PIL import Image
+    """The image, decoded when its pixels are asked for; upright, as `datasets` decodes photos that a camera turned."""
+    from PIL import Image, ImageOps
 
-    return Image.open(BytesIO(image), formats=FORMATS)
+    opened = Image.open(BytesIO(image), formats=FORMATS)
+    turned = "exif" in opened.info and opened.getexif().get(ORIENTATION, 1) != 1
+    return ImageOps.exif_transpose(opened) if turned else opened
 
 
 def as_seen(rows: pa.Table) -> dict[str, list[Any]]:

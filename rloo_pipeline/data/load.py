@@ -143,6 +143,14 @@ def _from_hub(dataset: TableConfig) -> pa.Table:
     return _of_dataset(loaded)
 
 
+def hub_caches() -> list[Path]:
+    """Where the hub client keeps what it downloads, images that are files among it: the revision names them."""
+    import datasets
+    from huggingface_hub import constants
+
+    return [Path(constants.HF_HUB_CACHE), Path(datasets.config.HF_DATASETS_CACHE)]
+
+
 def _of_dataset(dataset: Any) -> pa.Table:
     table: pa.Table = dataset.with_format("arrow")[:]
     return table.replace_schema_metadata(None)

@@ -12,7 +12,7 @@ from rloo_pipeline import seeds
 from rloo_pipeline.config import PromptsConfig, SourceConfig
 from rloo_pipeline.data.images import check_images, with_images
 from rloo_pipeline.data.keep import LeftOut
-from rloo_pipeline.data.load import load_kept
+from rloo_pipeline.data.load import hub_caches, load_kept
 from rloo_pipeline.data.prompts import first_repeated, is_conversational, prompt_table
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.schema import MIXTURE, MIXTURE_WEIGHT
@@ -78,7 +78,8 @@ def _load_split(config: PromptsConfig, split: Split, root: Path, watched: Sequen
     left_out: list[LeftOut] = []
     for number, dataset in enumerate(datasets):
         place = split if len(datasets) == 1 else f"{split}.{number}"
-        rows = with_images(load_kept(dataset, root), config.images_column, root, watched)
+        folders = watched if dataset.hub is None else [*watched, *hub_caches()]
+        rows = with_images(load_kept(dataset, root), config.images_column, root, folders)
         table = prompt_table(rows, dataset, config, place)
         if dataset.weight is not None:
             table = table.append_column(MIXTURE, pa.array([number] * table.num_rows, pa.int32()))

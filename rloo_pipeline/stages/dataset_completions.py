@@ -70,10 +70,24 @@ def texts_of(held_out: pa.Table, column: str) -> dict[str, str]:
     cells = held_out[column]
     if pa.types.is_dictionary(cells.type):
         cells = cells.cast(cells.type.value_type)
+    if pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):
+        cells = _content(cells)
     if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
-        raise UserError(f"{WHERE}: column {column} is of type {cells.type}; a completion is a string")
+        raise UserError(
+            f"{WHERE}: column {column} is of type {cells.type}; a completion is a string, or a list of one message "
+            "with role and content"
+        )
     pairs = zip(held_out["prompt_id"].to_pylist(), cells.to_pylist(), strict=True)
     return {prompt_id: text for prompt_id, text in pairs if text is not None}
+
+
+def _content(cells: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The contents of lists of one message each, as conversational datasets have completions; others as they are."""
+    kind = cells.type.value_type
+    single = pc.all(pc.equal(pc.list_value_length(cells), 1), min_count=0).as_py()
+    if not (single and pa.types.is_struct(kind) and kind.get_field_index("content") >= 0):
+        return cells
+    return pc.struct_field(pc.list_element(cells, 0), "content")
 
 
 def completions(texts: Mapping[str, str], prompts: Prompts, policy: Policy) -> pa.Table:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,7 +12,7 @@ from rloo_pipeline.config import load_params
 from rloo_pipeline.layout import Layout
 from rloo_pipeline.policy.handle import Policy
 from rloo_pipeline.stages import dispatch
-from rloo_pipeline.stages.dataset_completions import completions
+from rloo_pipeline.stages.dataset_completions import completions, texts_of
 from rloo_pipeline.stages.sampling import Prompts
 from tests.conftest import CommandLine, varied_project
 from tests.project import Project
@@ -20,6 +21,8 @@ from tests.tiny import make_policy
 # The reward of these projects: the sum of the characters' numbers modulo 11, in tenths.
 OWN = {"i": "ab", "j": None, "k": "zz", "l": ""}
 REWARDS = {"i": 0.8, "j": None, "k": 0.2, "l": 0.0}  # (97 + 98) % 11 = 8, 244 % 11 = 2
+
+SAID = {"role": "assistant", "content": "ab"}
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +104,14 @@ def test_rows_that_cannot_be_scored(project: Project, rloo: CommandLine) -> None
     [
         ("nothing", "have no column nothing, but prompt_id, prompt, answer, own"),
         ("level", "column level is of type int64; a completion is a string"),
+        ("turns", "a completion is a string, or a list of one message with role and content"),
         ("empty", "no held-out prompt has a completion in column empty"),
     ],
 )
 def test_a_column_that_is_none(project: Project, rloo: CommandLine, column: str, told: str) -> None:
     rows = [
-        {"prompt": "Say i:", "answer": "i", "own": "i", "level": 1},
-        {"prompt": "Say j:", "answer": "j", "own": "j"},
+        {"prompt": "Say i:", "answer": "i", "own": "i", "level": 1, "turns": [SAID, SAID]},
+        {"prompt": "Say j:", "answer": "j", "own": "j", "turns": [SAID]},
     ]
     if column == "empty":
         rows[0] |= {"empty": "x", "prompt": "long " * 60}
@@ -135,3 +139,8 @@ def test_rows_are_made_like_sampled_ones(tmp_path: Path) -> None:
     # A byte for each letter, then the EOS, as of a completion that ended by itself.
     assert len(row["completion_token_ids"]) == 3
     assert row["completion_token_ids"][-1] == 1
+
+
+def test_completions_that_are_messages() -> None:
+    table = pa.table({"prompt_id": ["p", "q", "r"], "own": [[SAID], None, [{**SAID, "content": "c"}]]})
+    assert texts_of(table, "own") == {"p": "ab", "r": "c"}

@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 from rloo_pipeline.data.load import load_rows
-from rloo_pipeline.data_config import DatasetConfig
+from rloo_pipeline.data.splits import load_prompts
+from rloo_pipeline.data_config import DatasetConfig, PromptsConfig
+from rloo_pipeline.errors import UserError
+from tests.pictures import picture
 from tests.project import Project
 from tests.tiny import make_policy
 
@@ -41,3 +46,20 @@ def test_a_dataset_as_the_hub_client_loads_it(tmp_path: Path) -> None:
         pq.write_table(rows, tmp_path / "additions" / f"{split}-00000-of-00001.parquet")
     table = load_rows(DatasetConfig(hub=str(tmp_path / "additions"), split="train"), tmp_path)
     assert table.to_pylist() == [{"prompt": "Say 3", "answer": "3"}, {"prompt": "Say 7", "answer": "7"}]
+
+
+def test_images_in_the_hub_cache_need_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository of image files with metadata gives paths into the cache; elsewhere they are refused."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    repository = tmp_path / "hub" / "datasets--team--photos" / "snapshots" / "1"
+    repository.mkdir(parents=True)
+    for number in (1, 2):
+        (repository / f"{number}.png").write_bytes(picture(number))
+    (repository / "metadata.csv").write_text("file_name,prompt\n1.png,What?\n2.png,And this?\n")
+    dataset = {"hub": str(repository), "split": "train"}
+    config = PromptsConfig(train=dataset, eval=dataset, system_prompt="Look.", images_column="image")
+    with pytest.raises(UserError, match="is in nothing that `sources` lists"):
+        load_prompts(config, tmp_path, 1)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    table = load_prompts(config, tmp_path, 1)["train"].table
+    assert table["images"].to_pylist() == [[picture(1)], [picture(2)]]

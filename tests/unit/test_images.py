@@ -2,6 +2,7 @@ import re
 from io import BytesIO
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -9,7 +10,7 @@ import torch
 from PIL import Image
 
 from rloo_pipeline.config import ExecutionConfig
-from rloo_pipeline.data.images import IMAGES, as_seen, check_images, has_images, images_of, with_images
+from rloo_pipeline.data.images import IMAGES, as_seen, check_images, decode, has_images, images_of, with_images
 from rloo_pipeline.data.keep import Rows
 from rloo_pipeline.engines import Request
 from rloo_pipeline.engines.choose import choose_engine, open_engine
@@ -152,6 +153,17 @@ def test_images_are_read_as_people_have_them(tmp_path):
     assert paths["images"].to_pylist() == [[second], None]
     assert paths.column_names == ["images"]
     assert read([["second.jpg", "second.jpg"]], root=tmp_path)["images"].to_pylist() == [[second, second]]
+
+
+def test_photos_that_a_camera_turned_are_upright_as_datasets_shows_them():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF"):
+        Image.open(BytesIO(picture(1))).save(turned := BytesIO(), kind, exif=exif)
+        expected = datasets.Image().decode_example({"bytes": turned.getvalue(), "path": None})
+        assert expected.size == (30, 40)
+        assert np.array_equal(np.asarray(decode(turned.getvalue())), np.asarray(expected)), kind
+    assert read([turned.getvalue()])["images"].to_pylist() == [[turned.getvalue()]]
 
 
 def test_images_of_each_prompt():
