@@ -1,10 +1,12 @@
 """How reward models are trained."""
 
+from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rloo_pipeline.data_config import TableConfig
+from rloo_pipeline.layout import reward_model_at
 from rloo_pipeline.objective.schedule import Schedule
 from rloo_pipeline.objective_config import OptimizerConfig
 
@@ -32,6 +34,16 @@ class RewardModelConfig(OptimizerConfig):
     schedule: Schedule = Field(default="linear", description="How the rate falls after the warm-up, to 0 at the end.")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the second moment.")
     bootstrap_resamples: int = Field(default=2000, ge=100, description="Resamples of pairs for the interval.")
+
+    @field_validator("model")
+    @classmethod
+    def _no_circle(cls, value: str) -> str:
+        if reward_model_at(Path(value)):
+            raise ValueError(
+                f"{value} is made by this project, and DVC would see a circle; copy the directory to a place of its "
+                "own, name the copy and list it under sources"
+            )
+        return value
 
     @model_validator(mode="after")
     def _length_is_told_once(self) -> Self:

@@ -62,6 +62,7 @@ def look(name: str, revision: str | None, root: Path, kind: Kind, *, trust_remot
 
     Raises UserError if it cannot be there, NotAtHand if the hub cannot be asked.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
     directory, options = _files(name, revision, root, trust_remote_code)
@@ -70,7 +71,10 @@ def look(name: str, revision: str | None, root: Path, kind: Kind, *, trust_remot
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{name}: configuration or tokenizer cannot be read: {error}") from error
-    stored = 0 if options else parameters(directory)
+    try:
+        stored = 0 if options else parameters(directory)
+    except SafetensorError as error:
+        raise UserError(f"{name}: a .safetensors file of it is not whole ({error}); restore it") from error
     return Model(directory, config, tokenizer, stored or _built(config, kind, name, trust_remote_code))
 
 

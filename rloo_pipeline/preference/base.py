@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rloo_pipeline.errors import UserError
-from rloo_pipeline.policy.load import ATTENTION, device, load_config, load_tokenizer
+from rloo_pipeline.policy.load import device, load_config, load_tokenizer
 from rloo_pipeline.progress import say
+from rloo_pipeline.rewards.loading import context_of
+from rloo_pipeline.rewards.model import takes_padding
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,7 @@ class Scorer:
     @property
     def longest(self) -> int:
         """The most tokens it can see."""
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return int(min(self.tokenizer.model_max_length, context or self.tokenizer.model_max_length))
+        return context_of(self.model, self.tokenizer)
 
 
 def load_base(directory: Path, seed: int, where: str) -> Scorer:
@@ -33,6 +34,7 @@ def load_base(directory: Path, seed: int, where: str) -> Scorer:
     Raises UserError that begins with `where` if the base cannot be one.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
     try:
@@ -48,13 +50,12 @@ def load_base(directory: Path, seed: int, where: str) -> Scorer:
                 directory,
                 config=config,
                 dtype=torch.float32,
-                attn_implementation=ATTENTION,
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(f"{where}: no sequence classification model could be made of it: {error}") from error
     added = sorted(report["missing_keys"])
     body = [key for key in added if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in key]
@@ -62,7 +63,13 @@ def load_base(directory: Path, seed: int, where: str) -> Scorer:
         raise UserError(f"{where}: has no weights for {', '.join(body[:3])}; the base must be whole, its head apart")
     if added:
         say(f"{where}: has no weights for {', '.join(added)}; they are drawn from the seed and trained")
-    return Scorer(model.to(device()).eval(), tokenizer, added)
+    model = model.to(device()).eval()
+    if not takes_padding(model):
+        raise UserError(
+            f"{where}: padding beside a row changes its score, as in encoder-decoders, FNet and XLNet, so it cannot be "
+            "trained in batches; name an encoder or a decoder of another kind"
+        )
+    return Scorer(model, tokenizer, added)
 
 
 @contextmanager

@@ -68,6 +68,7 @@ def _asker(
 
 
 def _load(config: JudgeReward, directory: Path, what: str) -> tuple[Any, Any, tuple[int, ...]]:
+    from safetensors import SafetensorError
     from transformers import GenerationConfig
 
     from rloo_pipeline.engines.eos import eos_token_ids
@@ -80,7 +81,7 @@ def _load(config: JudgeReward, directory: Path, what: str) -> tuple[Any, Any, tu
             raise UserError(f"its architecture is {', '.join(made_as) or 'not told'}")
         tokenizer, model = load_tokenizer(directory), load_model(directory, config.dtype)
         check_head(model)
-    except (OSError, ValueError, RuntimeError, UserError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, UserError) as error:
         raise UserError(f"{what}: not a causal language model that can be used, with its tokenizer: {error}") from error
     # generate() fills what is unset from the model's own defaults: sampling, penalties and the like.
     model.generation_config = GenerationConfig()

@@ -71,7 +71,7 @@ def context_of(model: Any, tokenizer: Any) -> int:
     places: Any = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     if getattr(places, "padding_idx", None) is not None:  # RoBERTa's kind counts positions from behind the pad id.
         known.append(places.num_embeddings - places.padding_idx - 1)
-    return int(min(length for length in known if length is not None))
+    return int(min(length for length in known if length is not None and length > 0))  # XLNet's -1: no limit
 
 
 def misfits(lengths_N: npt.NDArray[np.int64], longest: int, model: str) -> dict[int, str]:

@@ -40,7 +40,7 @@ def open_model(config: ModelReward, root: Path, execution: ExecutionConfig) -> I
     with model_files(config.model, config.revision, root, what) as directory:
         tokenizer, model = _load(config, directory, what)
     with freed(model):
-        batch_tokens = execution.rewards_batch_tokens if _takes_padding(model) else 1
+        batch_tokens = execution.rewards_batch_tokens if takes_padding(model) else 1
         yield lambda rows: _score(config, rows, tokenizer, model, batch_tokens)
 
 
@@ -60,6 +60,7 @@ def token_ids(rows: pa.Table, tokenizer: Any) -> list[Ids]:
 
 def _load(config: ModelReward, directory: Path, what: str) -> tuple[Any, Any]:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -77,7 +78,7 @@ def _load(config: ModelReward, directory: Path, what: str) -> tuple[Any, Any]:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, UserError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, UserError) as error:
         raise UserError(f"{what}: not a sequence classification model with its tokenizer: {error}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
@@ -97,7 +98,7 @@ def check_logit(config: ModelReward, logits: int, what: str) -> None:
         raise UserError(f"{what}: logit is {config.logit}, but it has {logits}, counted from 0; name one of them")
 
 
-def _takes_padding(model: Any) -> bool:
+def takes_padding(model: Any) -> bool:
     """Whether a padded row gets the score that it gets alone; some architectures mix padding in whatever the mask.
 
     An encoder-decoder's head wants as many EOS in every row of a batch, so it gets each row alone as well.

@@ -63,8 +63,10 @@ class _Service:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
-        # A redirect could take the token to another host. The time limit is of the whole request, set below.
-        self.client = httpx.AsyncClient(headers=headers, follow_redirects=False, timeout=None)
+        # A redirect could take the token to another host. The time limit is of the whole request, set below, so none
+        # may wait for a connection while it runs: `slots` alone bounds how many there are.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.client = httpx.AsyncClient(headers=headers, follow_redirects=False, timeout=None, limits=limits)
 
     async def score(self, rows: pa.Table) -> Scored:
         size = self.execution.service_batch_size

@@ -151,9 +151,8 @@ def _train(record: Record, scorer: Scorer, pairs: Pairs, config: RewardModelConf
     tokens = [len(chosen) + len(rejected) for chosen, rejected in zip(pairs.chosen_N, pairs.rejected_N, strict=True)]
     record.timings["train_seconds"] = seconds
     record.timings["tokens_per_second"] = float(np.mean(tokens) * config.batch_size * count / seconds)
-    record.notes["execution"] = pass_conditions(
-        update_microbatch_tokens=execution.update_microbatch_tokens, rewards_batch_tokens=execution.rewards_batch_tokens
-    )
+    budgets = {name: getattr(execution, name) for name in ("update_microbatch_tokens", "rewards_batch_tokens")}
+    record.notes["execution"] = pass_conditions(**budgets) | {"attention": scorer.model.config._attn_implementation}
     last = steps[-max(count // 10, 1) :]
     record.metrics |= {
         "steps": count,

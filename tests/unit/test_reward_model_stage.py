@@ -130,6 +130,7 @@ def test_what_is_wrong_is_told(layout: Layout, changes: dict[str, Any], told: st
         ({"epochs": 1}, "reward_models.quality: name exactly one of steps and epochs"),
         ({"warmup_steps": 2}, r"reward_models.quality: warmup_steps \(2\) must be less than steps \(2\)"),
         ({"train": {"fraction": 0.5}}, "only eval can be a fraction"),
+        ({"model": "artifacts/reward_models/other"}, "made by this project, and DVC would see a circle; copy the"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], told: str) -> None:

@@ -1,5 +1,6 @@
 """The training loop: gradients against float64 and TRL, whatever the microbatches; the same twice."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rloo_pipeline.reward_model_config import RewardModelConfig
 from rloo_pipeline.rewards.model import token_ids
 from tests.enumeration import one_thread
 from tests.tiny import make_policy, make_tokenizer
+from tests.unit.test_rewards_model import make_reward_model
 
 ROWS = [
     {
@@ -202,6 +204,34 @@ def test_a_reward_model_is_trained_on_with_its_own_head(tmp_path: Path, base: Pa
     scorer = load_base(tmp_path, 1, "here")
     assert scorer.added == []
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in scorer.model.state_dict().items())
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("roberta", 126), ("deberta", 128)])
+def test_encoders_and_the_longest_row_that_they_take(tmp_path: Path, kind: str, longest: int) -> None:
+    scorer = load_base(make_reward_model(tmp_path, kind), 1, "here")
+    assert scorer.longest == longest
+    pairs = Pairs([[5] * longest], [[6] * longest], np.zeros(1))
+    assert np.isfinite(accumulate(scorer.model, pairs, np.arange(1), config(), 1000)[0])
+
+
+@pytest.mark.parametrize("kind", ["bart", "fnet", "xlnet"])
+def test_a_base_whose_scores_depend_on_padding(tmp_path: Path, kind: str) -> None:
+    directory = make_reward_model(tmp_path, kind)
+    with pytest.raises(UserError, match="here: padding beside a row changes its score"):
+        load_base(directory, 1, "here")
+
+
+@pytest.mark.parametrize("fault", ["cut off", "another shape"])
+def test_weights_that_cannot_be_loaded(tmp_path: Path, fault: str) -> None:
+    directory = make_reward_model(tmp_path)
+    if fault == "cut off":
+        weights = directory / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        settings = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**settings, "intermediate_size": 99}))
+    with pytest.raises(UserError, match="here: no sequence classification model could be made of it"):
+        load_base(directory, 1, "here")
 
 
 def test_a_tokenizer_without_pad_pads_with_eos(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BertConfig,
+    DebertaV2Config,
     FNetConfig,
     GPT2Config,
     LlamaConfig,
@@ -23,8 +24,10 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     RobertaConfig,
+    XLNetConfig,
 )
 
+from rloo_pipeline.check.models import look
 from rloo_pipeline.config import ExecutionConfig
 from rloo_pipeline.data.prompts import MESSAGES
 from rloo_pipeline.errors import UserError
@@ -52,7 +55,9 @@ CONFIGS = {
     "bert": BertConfig,
     "roberta": RobertaConfig,
     "bart": BartConfig,
+    "deberta": DebertaV2Config,
     "fnet": FNetConfig,
+    "xlnet": XLNetConfig,
 }
 
 
@@ -62,12 +67,15 @@ def make_reward_model(
     """A random tiny classifier with the byte tokenizer; EOS is id 1, so pad 1 is pad = EOS."""
     settings: dict[str, Any] = {"vocab_size": 258, "num_labels": labels, "pad_token_id": pad, "eos_token_id": 1}
     settings |= {"bos_token_id": None, "max_position_embeddings": 128}
-    if kind in ("llama", "mistral", "qwen3", "bert", "roberta", "fnet"):
+    if kind in ("llama", "mistral", "qwen3", "bert", "roberta", "deberta", "fnet"):
         settings |= SIZES
     if kind in ("mistral", "qwen3"):
         settings |= {"num_key_value_heads": 1, "head_dim": 16}
     elif kind == "gpt2":
         settings |= {"n_embd": 32, "n_layer": 2, "n_head": 2}
+    elif kind == "xlnet":
+        del settings["max_position_embeddings"]  # it has no limit
+        settings |= {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 48}
     elif kind == "bart":
         small = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
         settings |= {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in small.items()}
@@ -101,9 +109,9 @@ def scored(root: Path, table: pa.Table, batch_tokens: int = 1000, *, model: str 
         return score(table)
 
 
-def alone(directory: Path, ids: list[list[int]], logit: int = 0) -> list[float]:
-    """What the library gives for each row without any padding, in float64."""
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float64).eval()
+def alone(directory: Path, ids: list[list[int]], logit: int = 0, dtype: torch.dtype = torch.float64) -> list[float]:
+    """What the library gives for each row without any padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([tokens])).logits[0, logit].item() for tokens in ids]
 
@@ -125,6 +133,7 @@ def alone(directory: Path, ids: list[list[int]], logit: int = 0) -> list[float]:
         ("bert", 1, True),
         ("bert", 0, False),
         ("roberta", 1, False),
+        ("deberta", 0, False),
         ("bart", 0, False),
         ("fnet", 0, False),
     ],
@@ -277,6 +286,15 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         scored(tmp_path, rows(["a"]))
 
 
+def test_weights_that_are_not_whole(tmp_path: Path) -> None:
+    weights = make_reward_model(tmp_path / "model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="reward quality: model model: not a sequence classification model with its"):
+        scored(tmp_path, rows(["a"]))
+    with pytest.raises(UserError, match=r"model: a \.safetensors file of it is not whole"):
+        look("model", None, tmp_path, "AutoModelForSequenceClassification")
+
+
 def test_no_tokenizer_beside_it(tmp_path: Path) -> None:
     for path in make_reward_model(tmp_path / "model").glob("token*"):
         path.unlink()
@@ -311,6 +329,13 @@ def test_a_row_longer_than_the_model_can_see(tmp_path: Path, kind: str, longest:
     assert found.errors == {2: f"has {longest + 1} tokens for model, which takes 1 to {longest}"}
     expected = alone(directory, token_ids(table, make_tokenizer())[:2])
     np.testing.assert_allclose(found.scores_N, [*expected, np.nan], atol=1e-5)
+
+
+def test_a_model_without_a_limit_of_length(tmp_path: Path) -> None:
+    directory = make_reward_model(tmp_path / "model", "xlnet", pad=0)
+    table = rows(["a", "b" * 300], conversational=False)
+    expected = alone(directory, token_ids(table, make_tokenizer()), dtype=torch.float32)  # it has no float64
+    np.testing.assert_allclose(scored(tmp_path, table).scores_N, expected, atol=1e-5)
 
 
 def test_a_row_without_tokens(tmp_path: Path) -> None:

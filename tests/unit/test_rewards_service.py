@@ -64,7 +64,10 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Http(ThreadingHTTPServer):
+            request_queue_size = 200
+
+        self.http = Http(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}/score"
 
@@ -160,6 +163,18 @@ def test_order_is_kept_and_requests_overlap_on_kept_connections(serve: Callable[
     assert scored.scores_N.tolist() == [index / 8 for index in range(12)]
     assert sorted(len(body["completions"]) for body in server.bodies) == [2] * 6
     assert len(server.connections) == 3
+
+
+def test_more_requests_at_once_than_a_client_has_connections_by_default(serve: Callable[..., Server]) -> None:
+    barrier = threading.Barrier(120)
+
+    def answer(body: Body) -> Answer:
+        barrier.wait(60)
+        return well([index / 8 for index in indices(body)])
+
+    scored = score(serve(answer).url, rows(120), service_batch_size=1, service_concurrency=120, service_retries=0)
+    assert scored.errors == {}
+    assert scored.scores_N.tolist() == [index / 8 for index in range(120)]
 
 
 def test_service_length(serve: Callable[..., Server]) -> None:
