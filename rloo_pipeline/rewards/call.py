@@ -101,10 +101,20 @@ def is_async(function: Any) -> bool:
 
 def told(error: BaseException) -> str:
     """Type and text of an exception, with a hint where the arguments do not fit."""
-    text = f"{type(error).__name__}: {error}"
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = f"{type(error).__name__}, which cannot be written as text"
     if len(text) > ERROR_SHOWN:
         text = f"{text[:ERROR_SHOWN]}..."
-    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+    if not isinstance(error, TypeError):
+        return text
+    if " missing " in text and " argument" in text:
+        text += (
+            " (if it is a column of the dataset, it has another name there: rename it under columns of the dataset, "
+            "or add it; if it is a setting, give it in kwargs)"
+        )
+    if "unexpected keyword argument" in text:
         text += (
             f" (it is called with {', '.join(CALL_ARGUMENTS)} and the columns of the dataset as keyword arguments, so "
             "it needs **kwargs for those that it does not name)"

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,17 +66,33 @@ def _execute(spec: str, path: Path) -> ModuleType:
         raise UserError(f"{spec}: {path}: no such file; the path is taken from the project's folder")
     # Compiled here rather than by an import: cached bytecode is looked up by size and second of change, so a file
     # edited twice in a second would run as it was before.
-    module = ModuleType(f"rloo_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
+    module = ModuleType(_module_name(path))
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         raise UserError(f"{spec}: {path} could not be loaded: {_told(error)}; mend the file") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's own name where an import of that finds the file, so that spawned processes find its functions.
+
+    Otherwise one that no import finds.
+    """
+    name, resolved = path.stem, path.resolve()
+    if name.isidentifier() and name not in sys.stdlib_module_names:
+        importlib.invalidate_caches()
+        spec = PathFinder.find_spec(name)
+        found = spec.origin if spec is not None else None
+        loaded = getattr(sys.modules.get(name), "__file__", None) or path
+        if found is not None and Path(found).resolve() == resolved == Path(loaded).resolve():
+            return name
+    return f"rloo_user_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
 
 
 def _callables(module: ModuleType) -> list[str]:

@@ -212,3 +212,19 @@ def test_a_function_without_kwargs_is_told_what_it_needs() -> None:
     assert "it is called with prompts, completions, " in told(raised.value)
     assert "so it needs **kwargs" in told(raised.value)
     assert told(ValueError("no")) == "ValueError: no"
+
+
+def test_a_function_whose_column_is_missing_is_told_what_to_do() -> None:
+    with pytest.raises(TypeError) as raised:
+        (lambda completions, solution, **kwargs: completions)(completions=[])  # type: ignore[call-arg]
+    assert "missing 1 required positional argument: 'solution' (if it is a column of the dataset" in told(raised.value)
+    assert "(" not in told(TypeError("no"))
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_exception_without_a_text() -> None:
+    assert told(Mute()) == "Mute, which cannot be written as text"

@@ -305,7 +305,7 @@ def test_what_a_call_leaves_running_does_not_stop_the_next_for_ever(
         assert values(score(rows().slice(0, 1))["f"]) == [1.0]
         time.sleep(1)  # now the loop is blocked
         assert values(score(rows().slice(0, 1))["f"]) == [1.0]
-    assert "reward.py:f could not be called for 1 s: something that a call left running is in" in capsys.readouterr().err
+    assert "f could not be called for 1 s: something that a call left running is in the way" in capsys.readouterr().err
 
 
 def test_nothing_lives_on_when_the_stage_is_killed(tmp_path: Path) -> None:

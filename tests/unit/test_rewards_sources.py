@@ -1,6 +1,8 @@
 """Callables of the user's own."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,31 @@ def test_a_file_may_use_what_lies_beside_it(tmp_path: Path) -> None:
     code = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\ndef score():\n"
     (tmp_path / "reward.py").write_text(code + "    from rloo_test_neighbour import VALUE\n    return A(VALUE).x")
     assert load_callable("reward.py:score", tmp_path)() == 7
+
+
+def test_spawned_processes_find_the_functions_of_a_file(tmp_path: Path) -> None:
+    """As they must where processes are not forked, as in Python 3.14."""
+    (tmp_path / "rloo_test_pool.py").write_text(
+        "from multiprocessing import get_context\n"
+        "def single(text):\n    return len(text)\n"
+        "def score():\n"
+        "    with get_context('spawn').Pool(1) as pool:\n"
+        "        return pool.map_async(single, ['a', 'bc']).get(60)\n"
+    )
+    script = (
+        "import sys; from pathlib import Path; from rloo_pipeline.rewards.sources import load_callable; "
+        "print(load_callable('rloo_test_pool.py:score', Path(sys.argv[1]))())"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.stdout == "[1, 2]\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["json", "time", "pytest", "two words"])
+def test_a_file_takes_no_other_modules_name(name: str, tmp_path: Path) -> None:
+    taken = sys.modules.get(name)
+    (tmp_path / f"{name}.py").write_text("def score(): return 7")
+    assert load_callable(f"{name}.py:score", tmp_path)() == 7
+    assert sys.modules.get(name) is taken
 
 
 def test_two_files_of_one_name(tmp_path: Path) -> None:
