@@ -15,6 +15,7 @@ from rloo_pipeline.data.prompts import is_conversational
 from rloo_pipeline.data.select import select_prompts
 from rloo_pipeline.data.splits import Split
 from rloo_pipeline.stages.dataset_completions import texts_of
+from rloo_pipeline.stages.prepare import shared
 
 AT_MOST = 1000  # prompts of a split that are rendered, spread evenly over it
 SHOWN = 1000  # characters of the example
@@ -46,6 +47,9 @@ def contents(tables: dict[Split, pa.Table], params: Params, report: Report) -> N
         kind = "messages" if is_conversational(table["prompt"]) else "strings"
         columns = ", ".join(name for name in table.column_names if name not in ("prompt", "prompt_id"))
         report.ok(f"prompts.{split}", f"{table.num_rows} prompts ({kind}), columns {columns or 'none'}")
+    if len(tables) == 2 and (both := shared(tables)):
+        text = f"{both} of {tables['eval'].num_rows} prompts are among prompts.train too, so they are not held out"
+        report.warning("prompts.eval", text)
     tasks(tables, params, report)
     column = params.evaluate.opponent_column
     if column is not None and "eval" in tables:

@@ -279,6 +279,29 @@ def test_reward_models_to_be_trained(project: Project, rloo: CommandLine) -> Non
     assert "no column chosen" in error[1]
 
 
+def test_what_is_held_out_and_trained_on_too(project: Project, rloo: CommandLine) -> None:
+    shutil.copyfile(project.root / "train.jsonl", project.root / "eval.jsonl")
+    pair = '{{"prompt": "Say a:", "chosen": "{}", "rejected": "{}"}}\n'
+    (project.root / "pairs.jsonl").write_text(pair.format("a", "b") + pair.format("a", "c"))
+    (project.root / "others.jsonl").write_text(pair.format("b", "a") + pair.format("a", "d") + pair.format("a", "e"))
+    params = project.params()
+    params["sources"] |= {
+        name: {"path": path, "used_by": "reward_models"}
+        for name, path in (("base", "tiny"), ("pairs", "pairs.jsonl"), ("others", "others.jsonl"))
+    }
+    training = {"model": "tiny", "batch_size": 1, "steps": 1, "learning_rate": 1e-3}
+    params["reward_models"] = {
+        "taste": {**training, "train": {"file": "pairs.jsonl"}, "eval": {"file": "others.jsonl"}}
+    }
+    project.write_params(params)
+    outcome = rloo(project, "check")
+    assert outcome.code == 0
+    assert [(where, what) for level, where, what in findings(outcome.stdout) if level == "warning"] == [
+        ("prompts.eval", "8 of 8 prompts are among prompts.train too, so they are not held out"),
+        ("reward_models, taste", "1 of 3 held-out pairs are trained on too, so they are not held out"),
+    ]
+
+
 @pytest.fixture
 def params() -> Params:
     values: dict[str, Any] = {**PARAMS, "execution": {}}
