@@ -71,10 +71,10 @@ def test_hh(here: Path) -> None:
     )
     found = prompts("hh")
     (row,) = found["train"]  # the same prompt once
-    assert row == {"prompt": "\n\nHuman: Hello?\n\nAssistant:", "completion": "Hi. You?", "turns": 1}
+    assert row == {"prompt": "\n\nHuman: Hello?\n\nAssistant:", "completion": " Hi. You?", "turns": 1}
     (row,) = found["eval"]
     assert row["prompt"] == f"{first}\n\nHuman: Who said 'Assistant: no'?\n\nAssistant:"
-    assert (row["completion"], row["turns"]) == ("Nobody.\n\nTwo lines.", 2)
+    assert (row["completion"], row["turns"]) == (" Nobody.\n\nTwo lines.", 2)
 
 
 def test_a_dialogue_without_a_reply_is_told() -> None:

@@ -15,8 +15,11 @@ def helpful(split: str, revision: str) -> list[dict[str, Any]]:
 
 
 def row(dialogue: str) -> dict[str, Any]:
-    """The prompt, which ends with `Assistant:`; the reply that people preferred, and the number of human turns."""
+    """The prompt, which ends with `Assistant:`; the reply that people preferred, and the number of human turns.
+
+    The reply keeps the space before it, since prompt and reply are joined as they are for the reward model.
+    """
     before, mark, reply = dialogue.rpartition(ASSISTANT)
     if not mark:
         raise ValueError(f"no turn of the assistant in {dialogue[:80]!r}")
-    return {"prompt": before + mark, "completion": reply.strip(), "turns": before.count("\n\nHuman:")}
+    return {"prompt": before + mark, "completion": reply.rstrip(), "turns": before.count("\n\nHuman:")}
