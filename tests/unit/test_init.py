@@ -33,6 +33,7 @@ def test_every_example_starts(tmp_path: Path) -> None:
         assert YAML(typ="safe").load((root / "algorithms.yaml").read_text()) == algorithms.installed()
         assert "/artifacts/\n" in (root / ".gitignore").read_text()
         assert (root / ".git").is_dir()
+        assert root.stat().st_mode & 0o777 == 0o755
         graph = YAML(typ="safe").load((root / "dvc.yaml").read_text())["stages"]
         deps = {dep for stage in graph.values() for dep in stage.get("do", stage).get("deps", ())}
         for folder in (dep for dep in deps if dep.startswith("sources/")):
