@@ -88,20 +88,22 @@ def rename(table: pa.Table, columns: Mapping[str, str], source: str) -> pa.Table
 
 
 def _takeable(table: pa.Table) -> pa.Table:
-    """The table without views, also within lists and structs: Arrow cannot filter or take them."""
-    return table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+    """The table without views, which Arrow cannot filter or take, and dictionaries, also within lists and structs."""
+    return table.cast(pa.schema([field.with_type(_simple(field.type)) for field in table.schema]))
 
 
-def _without_views(kind: pa.DataType) -> pa.DataType:
+def _simple(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _simple(kind.value_type)
     if pa.types.is_string_view(kind):
         return pa.string()
     if pa.types.is_binary_view(kind):
         return pa.binary()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         made = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return made(kind.value_field.with_type(_without_views(kind.value_type)))
+        return made(kind.value_field.with_type(_simple(kind.value_type)))
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+        return pa.struct([field.with_type(_simple(field.type)) for field in kind])
     return kind
 
 
@@ -126,8 +128,6 @@ class _Where:
         if self.name not in table.column_names:
             raise UserError(f"{source}: where: no column {self.name}; there are {', '.join(table.column_names)}")
         column = table[self.name]
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
         values = self.wanted if isinstance(self.wanted, list) else [self.wanted]
         where = f"{source}: where: {self.name}"
         found = pc.is_in(column, value_set=pa.concat_arrays([_value(column, value, where) for value in values]))

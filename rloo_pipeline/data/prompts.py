@@ -92,17 +92,16 @@ def _task(rows: Rows, task: str | None) -> dict[str, pa.Array]:
             f"{rows.source}: task is {task}, but there is a column task too, which it would take the place of; leave "
             "task out, or rename the column"
         )
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not (_is_text(kind) or pa.types.is_null(kind)):
-        raise UserError(f"{rows.source}: column task is of type {kind}; it must hold strings, or have another name")
-    return {"task": column if _is_text(column.type) else column.cast(pa.string())}
+    if not (_is_text(column.type) or pa.types.is_null(column.type)):
+        raise UserError(
+            f"{rows.source}: column task is of type {column.type}; it must hold strings, or have another name"
+        )
+    return {"task": column.cast(pa.string())}
 
 
 def _prompts(rows: Rows, name: str) -> pa.Array:
     column = rows.table[name].combine_chunks()
     where = f"{rows.source}, column {name}"
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     if _is_text(column.type):
         prompt = column.cast(pa.string())
         _refuse(_blank(prompt), rows, name, "an empty prompt; fill or remove it")

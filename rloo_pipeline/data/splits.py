@@ -142,10 +142,19 @@ def _together(one: pa.DataType, other: pa.DataType) -> bool:
         both = pa.unify_schemas([pa.schema({"": one}), pa.schema({"": other})], promote_options="permissive").types[0]
     except pa.ArrowException:
         return False
-    return all(pa.types.is_null(kind) or _whole(kind) == _whole(both) for kind in (one, other))
+    return _same(one, both) and _same(other, both)
 
 
-def _whole(kind: pa.DataType) -> bool:
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_integer(kind))
+def _same(kind: pa.DataType, both: pa.DataType) -> bool:
+    """Whether values of `kind` are what they were as values of `both`, which holds them."""
+    if pa.types.is_null(kind):
+        return True
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _same(kind.value_type, both.value_type)
+    if pa.types.is_struct(kind):
+        return all(_same(field.type, both.field(field.name).type) for field in kind)
+    return all(check(kind) == check(both) for check in (pa.types.is_integer, pa.types.is_uint64, _is_bytes))
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

@@ -68,8 +68,6 @@ def texts_of(held_out: pa.Table, column: str) -> dict[str, str]:
             f"{WHERE}: the held-out prompts have no column {column}, but {', '.join(held_out.column_names)}"
         )
     cells = held_out[column]
-    if pa.types.is_dictionary(cells.type):
-        cells = cells.cast(cells.type.value_type)
     if pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):
         cells = _content(cells)
     if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):

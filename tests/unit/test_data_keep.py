@@ -89,6 +89,15 @@ def test_where_of_other_string_types(tmp_path: Path, kind: pa.DataType) -> None:
     assert rows.places_N.tolist() == [0, 3]
 
 
+def test_dictionaries_are_what_they_stand_for(tmp_path: Path) -> None:
+    """As pandas writes a categorical: beside text of another dataset they are text."""
+    words = pa.array(["x", "y", "x"])
+    table = pa.table({"a": words.dictionary_encode(), "b": words.cast(pa.dictionary(pa.int8(), pa.large_string()))})
+    kept = keep(table, TableConfig(file=Path("data.parquet")), "data.parquet", tmp_path).table
+    assert kept.schema.types == [pa.string(), pa.large_string()]
+    assert kept.to_pylist() == table.to_pylist()
+
+
 def test_rows_of_views_can_be_taken(tmp_path: Path) -> None:
     """As some writers of Parquet leave them, in lists and structs too."""
     text = pa.string_view()

@@ -49,7 +49,7 @@ def test_another_prompt_column_stays_beside_the_prompt() -> None:
     assert made.to_pylist() == [{"prompt_id": "train-000000", "prompt": "3 + 5?", "question": "3 + 5?", "answer": 8}]
 
 
-@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()])
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()])
 def test_other_string_types(kind: pa.DataType) -> None:
     made = table(pa.table({"prompt": pa.array(["a", "b"]).cast(kind)}))
     assert made["prompt"].type == pa.string()

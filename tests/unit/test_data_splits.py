@@ -110,7 +110,7 @@ def test_strings_and_messages_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(1, "1"), (1, 0.5), (True, 1), ([1], ["a"]), ([1], [0.5]), ({"x": 1}, {"x": "a"})],
+    [(1, "1"), (1, 0.5), (True, 1), ([1], ["a"]), ([1], [0.5]), ({"x": 1}, {"x": "a"}), ({"x": [1]}, {"x": [0.5]})],
 )
 def test_columns_whose_types_do_not_go_together(tmp_path: Path, one: Any, other: Any) -> None:
     with pytest.raises(
@@ -134,6 +134,16 @@ def test_columns_whose_types_go_together(one: pa.Array, other: pa.Array) -> None
     made = concatenate(tables, ["a", "b"])["n"].to_pylist()
     padded = {"path": None, **one.to_pylist()[0]} if pa.types.is_struct(one.type) else one.to_pylist()[0]
     assert made == [padded, *other.to_pylist()]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(pa.array([2**63], pa.uint64()), pa.array([1])), (pa.array(["a"]), pa.array([b"a"], pa.large_binary()))],
+)
+def test_columns_that_would_change_together_are_refused(one: pa.Array, other: pa.Array) -> None:
+    tables = [pa.table({"prompt_id": [i], "prompt": ["x"], "n": values}) for i, values in (("a", one), ("b", other))]
+    with pytest.raises(UserError, match="column n is of type"):
+        concatenate(tables, ["a", "b"])
 
 
 def test_given_ids_differ_over_all_datasets(tmp_path: Path) -> None:
