@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from rloo_pipeline.data.keep import Rows
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.manifest import RESTORE
+from rloo_pipeline.progress import say
 from rloo_pipeline.shards import read_table, write_table
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def with_images(rows: Rows, column: str | None, root: Path, watched: Sequence[Pa
     table = rows.table
     if column is None:
         _refuse_unmarked(rows)
+        _tell_unseen(rows)
     if column != COLUMN and column in table.column_names and COLUMN in table.column_names:
         raise UserError(
             f"{rows.source}: prompts.images_column is {column}, but there is a column {COLUMN} too, which it would "
@@ -160,6 +162,11 @@ def _refuse_unmarked(rows: Rows) -> None:
             f"{rows.source}: column {COLUMN} holds lists of large_binary; set prompts.images_column to {COLUMN} if the "
             "policy is to see them, else rename the column"
         )
+
+
+def _tell_unseen(rows: Rows) -> None:
+    for name in sorted({"image", COLUMN} & set(rows.table.column_names)):  # what TRL would show to the policy
+        say(f"{rows.source}: the policy does not see column {name}; set prompts.images_column: {name} if it is to")
 
 
 def _read_cell(cell: Any, root: Path, watched: Sequence[Path], where: str) -> list[bytes] | None:

@@ -195,9 +195,10 @@ def _column(name: str, values: Sequence[Any], places: Sequence[str]) -> pa.Array
             good = middle
         else:
             bad = middle
+    fault = "does not go with the rows before it" if good else "cannot be kept"
     raise UserError(
-        f"{places[bad - 1]}, column {name}: {values[bad - 1]!r} does not go with the rows before it "
-        f"({_refusal(values[:bad])}); give the column one type"
+        f"{places[bad - 1]}, column {name}: {values[bad - 1]!r:.200} {fault} ({_refusal(values[:bad])}); give the "
+        "column one type, text if no other holds it"
     )
 
 

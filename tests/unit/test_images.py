@@ -209,6 +209,12 @@ def test_columns_that_do_not_fit_are_refused():
         with_images(rows, None, None, ())
 
 
+def test_images_that_the_policy_does_not_see_are_told(capsys):
+    rows = Rows("data", pa.table({"image": [picture(1)], "photo": [picture(1)]}), np.arange(1))
+    assert with_images(rows, None, None, ()) is rows
+    assert "data: the policy does not see column image; set prompts.images_column: image" in capsys.readouterr().err
+
+
 def test_reward_functions_get_images_and_prompts_as_trl_gives_them():
     prompts = [[{"role": "system", "content": "Look."}, *user("What?")], user("Only text.")]
     given = as_seen(read([[picture(1), picture(2)], None], prompt=prompts))
