@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml.error import YAMLError
+
 from rloo_pipeline.check.report import Report, size
-from rloo_pipeline.config import Params
+from rloo_pipeline.config import Params, parse_params
 from rloo_pipeline.disk import BYTES_PER_PARAMETER
+from rloo_pipeline.errors import UserError
 from rloo_pipeline.layout import REWARD_MODEL, STAGES, Layout
 from rloo_pipeline.sources import missing, unlisted
 
@@ -43,6 +46,24 @@ def _ignored(layout: Layout, report: Report) -> None:
         report.warning("git", f"{file} is ignored, so no commit can bring a run back; mend .gitignore")
 
 
+def rewritable(layout: Layout, params: Params, report: Report) -> None:
+    """`dvc exp run -S` writes params.yaml anew, without the quotes that a text with a colon needs inside {...}."""
+    from dvc.utils.serialize import dumps_yaml, loads_yaml
+
+    written = dumps_yaml(loads_yaml(layout.params.read_text(encoding="utf-8"), typ="rt"))
+    try:
+        if parse_params(loads_yaml(written), layout.params) == params:
+            return
+        why = "its values would be others"
+    except (YAMLError, UserError) as error:
+        why = str(error)
+    report.warning(
+        "params.yaml",
+        "`dvc exp run -S` writes it anew without quotes, and could not read it then; take texts with a colon out of "
+        f"{{...}}, on lines of their own\n{why}",
+    )
+
+
 def graph(layout: Layout, params: Params, report: Report) -> None:
     """dvc.yaml has the stages that params.yaml needs, and the files that they take numbers from are there."""
     path = layout.root / GRAPH
@@ -67,7 +88,6 @@ def graph(layout: Layout, params: Params, report: Report) -> None:
 
 def _stages(path: Path, report: Report) -> dict[str, Any] | None:
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
 
     if not path.is_file():
         report.error(GRAPH, "no such file; take it from a project that `rloo init` has started")

@@ -60,6 +60,7 @@ def _params(layout: Layout, report: Report) -> Params | None:
         return None
     names = ", ".join(reward.name for reward in params.rewards)
     report.ok("params.yaml", f"{len(params.iterations)} iterations, rewards {names}")
+    project.rewritable(layout, params, report)
     return params
 
 

@@ -140,6 +140,19 @@ def test_what_yaml_says_of_a_file_is_one_finding(project: Project, rloo: Command
     assert "line 1, column" in text
 
 
+def test_what_dvc_could_not_write_back(project: Project, rloo: CommandLine) -> None:
+    params = (project.root / "params.yaml").read_text()
+    quoted = re.sub(
+        r"rewards:\n.*?(?=\n\S)", 'rewards:\n- {name: letters, function: "reward.py:score"}', params, flags=re.DOTALL
+    )
+    assert quoted != params
+    (project.root / "params.yaml").write_text(quoted)
+    outcome = rloo(project, "check")
+    assert outcome.code == 0
+    (text,) = (what for level, _, what in findings(outcome.stdout) if level == "warning")
+    assert text.startswith("`dvc exp run -S` writes it anew without quotes")
+
+
 def test_a_slow_function_is_no_error_as_long_as_the_stage_would_wait(
     project: Project, rloo: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

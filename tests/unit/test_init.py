@@ -1,11 +1,13 @@
 """Starting a project of one's own: what is there afterwards, and what is refused."""
 
 import os
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from dvc.utils.serialize import modify_yaml
 from ruamel.yaml import YAML
 
 from rloo_pipeline import algorithms
@@ -49,7 +51,9 @@ def test_what_comes_next_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "part of the git repository" not in said
 
 
-def test_an_empty_folder_with_git_and_an_environment_will_do(tmp_path: Path) -> None:
+def test_an_empty_folder_with_git_and_an_environment_will_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "own"
     (root / ".venv").mkdir(parents=True)
     subprocess.run(["git", "init", "-q", str(root)], check=True)
@@ -58,6 +62,13 @@ def test_an_empty_folder_with_git_and_an_environment_will_do(tmp_path: Path) -> 
     assert (root / ".git" / "mine").read_text() == "kept"
     assert "params.yaml" in files(root)
     assert not list(root.glob(".rloo-init*"))
+    assert "part of the git repository" not in capsys.readouterr().out
+
+
+def test_what_an_example_keeps_out_of_git_stays_out(tmp_path: Path) -> None:
+    start(tmp_path / "own", "sentiment")
+    ignored = (tmp_path / "own" / ".gitignore").read_text().splitlines()
+    assert {"/data/", "/artifacts/"} <= set(ignored)
 
 
 def test_inside_a_repository_there_is_no_second_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +123,18 @@ def test_the_settings_of_dvc_git_and_prefect_are_the_repositorys_own() -> None:
 def test_the_repository_is_the_example_arithmetic() -> None:
     own = (REPOSITORY / "params.yaml").read_text()
     assert own.replace("rloo_pipeline/examples/arithmetic/", "") == (EXAMPLES / "arithmetic/params.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", [REPOSITORY / "params.yaml", *sorted(EXAMPLES.glob("*/params.yaml"))], ids=lambda path: path.parent.name
+)
+def test_dvc_can_write_settings_back(path: Path, tmp_path: Path) -> None:
+    """As `dvc exp run -S` does."""
+    shutil.copyfile(path, tmp_path / "params.yaml")
+    with modify_yaml(str(tmp_path / "params.yaml")) as values:
+        values["seed"] = 5
+    written = load_params(tmp_path / "params.yaml")
+    assert written == load_params(path).model_copy(update={"seed": 5})
 
 
 def test_a_built_package_has_all_files_of_examples_and_projects() -> None:
