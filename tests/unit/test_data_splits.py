@@ -120,6 +120,12 @@ def test_columns_whose_types_do_not_go_together(tmp_path: Path, one: Any, other:
         load(tmp_path, [[{"prompt": "a", "n": one}], prompts("b"), [{"prompt": "c", "n": other}]])
 
 
+def test_a_column_of_nulls_has_no_type_to_keep_to(tmp_path: Path) -> None:
+    rows = [[{"prompt": f"{n}", "n": n}] for n in (None, 1, "1")]
+    with pytest.raises(UserError, match=r"of type int64 in prompts.train.1 \(b.jsonl\), but of type string in"):
+        load(tmp_path, rows)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
