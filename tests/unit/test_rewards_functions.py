@@ -65,12 +65,15 @@ def test_functions_of_every_kind(tmp_path: Path, capfd: pytest.CaptureFixture[st
         "    async def __call__(self, completions, **kwargs):\n"
         "        return [2.0] * 4\n"
         "counter = Counter()\n"
+        "def wrapped(**kwargs):\n"
+        "    return counter(**kwargs)\n"
     )
     configs = [
         component("spoil"),
         component("after", kwargs={"strict": True}),
         component("alarm"),
         component("counter"),
+        component("wrapped"),
     ]
     scored = run(tmp_path, code, *configs)
     assert {name: values(found) for name, found in scored.items()} == {
@@ -78,6 +81,7 @@ def test_functions_of_every_kind(tmp_path: Path, capfd: pytest.CaptureFixture[st
         "after": [1.0] * 4,
         "alarm": [None, 0.1, 0.0, 1.0],
         "counter": [2.0] * 4,
+        "wrapped": [2.0] * 4,
     }
     assert not any(found.errors for found in scored.values())
     written = capfd.readouterr()
@@ -154,6 +158,14 @@ def test_hanging_reward_that_must_not_fail(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=message):
         settle(config, rows(), scored)
+
+
+def test_a_row_that_must_not_fail_ends_the_calls_of_single_rows(tmp_path: Path) -> None:
+    code = "CALLS = []\ndef f(completions, **kwargs):\n    CALLS.append(completions)\n    raise ValueError(CALLS)\n"
+    (tmp_path / "reward.py").write_text(code)
+    with open_functions([component("f")], tmp_path, STATE, ExecutionConfig(reward_workers=1)) as score:
+        errors = score(rows())["f"].errors
+    assert errors == {0: "reward.py:f raised ValueError: [['a', 'b', 'c', 'd'], ['a']]"}
 
 
 BATCH = "def f(completions, **kwargs):\n    assert len(completions) < 4, 'too many'\n    return [1]\n"
