@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rloo_pipeline.config import Params, parse_params
 from rloo_pipeline.errors import UserError
@@ -17,7 +18,7 @@ from rloo_pipeline.stages import sources as sources_stage
 from rloo_pipeline.stages.context import algorithm_version
 from tests.enumeration import one_thread
 from tests.project import PARAMS
-from tests.tiny import make_policy, make_tokenizer
+from tests.tiny import make_model, make_policy, make_tokenizer
 
 PAIRS = [{"prompt": f"{letter}: ", "chosen": letter * 3, "rejected": "no"} for letter in "abcdefgh"]
 SETTINGS: dict[str, Any] = {
@@ -86,6 +87,21 @@ def test_calibration_stands_in_the_metrics(layout: Layout) -> None:
     )
     assert metrics["calibration_error"] == pytest.approx(error / 8)
     assert metrics["accuracy_low"] <= metrics["accuracy"] <= metrics["accuracy_high"]
+
+
+def test_a_model_that_scores_nan_is_not_kept(layout: Layout) -> None:
+    """A token that only the held-out pairs have is NaN, so no gradient tells of it."""
+    (layout.root / "tiny").unlink()
+    model = make_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[make_tokenizer()("z")["input_ids"][0]] = torch.nan
+    model.save_pretrained(layout.root / "tiny")
+    make_tokenizer().save_pretrained(layout.root / "tiny")
+    held_out = {"prompt": "z", "chosen": "a", "rejected": "b"}
+    (layout.root / "eval.jsonl").write_text(json.dumps(held_out) + "\n")
+    with pytest.raises(UserError, match="the trained model scores NaN; lower learning_rate"):
+        run(layout, eval={"file": "eval.jsonl"})
+    assert not layout.reward_model("quality").exists()
 
 
 def test_tokens_are_those_that_the_reward_stage_will_score(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,12 @@ def test_every_pair_is_used_once_an_epoch(pairs: int, rows: int, seed: int) -> N
         assert set(epoch) <= set(range(pairs))
 
 
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    first, second = np.split(pair_order(30, 60, 1), 2)
+    assert first.tolist() != second.tolist()
+    assert first.tolist() != sorted(first)
+
+
 def test_count_of_steps() -> None:
     assert count_steps(config(), 100) == 6
     assert count_steps(config(steps=None, epochs=1.5), 10) == 4  # 15 pairs in batches of 4
