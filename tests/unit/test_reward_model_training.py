@@ -17,7 +17,7 @@ from rloo_pipeline.data.keep import Rows
 from rloo_pipeline.data.preferences import pair_table, side_rows
 from rloo_pipeline.errors import UserError
 from rloo_pipeline.preference.base import Scorer, load_base
-from rloo_pipeline.preference.passes import score
+from rloo_pipeline.preference.passes import logits, score
 from rloo_pipeline.preference.train import Pairs, accumulate, count_steps, pair_order, train
 from rloo_pipeline.reward_model_config import RewardModelConfig
 from rloo_pipeline.rewards.model import token_ids
@@ -93,6 +93,20 @@ def test_gradient_is_that_of_float64_row_by_row_whatever_the_microbatches(base: 
         found = gradients(scorer.model)
         for name, gradient in gradients(exact).items():
             torch.testing.assert_close(found[name].double(), gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_a_pass_holds_both_sides_of_its_pairs_within_the_budget(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, shapes = load_base(base, 5, "base"), []
+
+    def recorded(model: Any, ids: Any) -> torch.Tensor:
+        shapes.append((len(ids), max(map(len, ids))))
+        return logits(model, ids)
+
+    monkeypatch.setattr("rloo_pipeline.preference.train.logits", recorded)
+    accumulate(scorer.model, tokens(scorer), np.arange(8), config(), 300)
+    assert sum(rows for rows, _ in shapes) == 16
+    assert 1 < len(shapes) < 8
+    assert all(rows * width <= 300 for rows, width in shapes)
 
 
 def test_a_step_is_that_of_trl(tmp_path: Path) -> None:
