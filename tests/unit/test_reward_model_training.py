@@ -255,7 +255,7 @@ def test_weights_that_cannot_be_loaded(tmp_path: Path, fault: str) -> None:
 
 
 def test_a_tokenizer_without_pad_pads_with_eos(tmp_path: Path) -> None:
-    make_policy(tmp_path)
+    make_policy(tmp_path, pad_token_id=None)
     tokenizer = make_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
