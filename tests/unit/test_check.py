@@ -140,6 +140,35 @@ def test_what_yaml_says_of_a_file_is_one_finding(project: Project, rloo: Command
     assert "line 1, column" in text
 
 
+def test_what_the_stages_would_lack(
+    project: Project, rloo: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project.root / ".gitignore").write_text("*.lock\n")
+    (project.root / "rloo_pipeline" / "algorithms.yaml").unlink()
+    shutil.rmtree(project.root / "sources" / "policy")
+    rows = [{"prompt": f"{task} {number}", "answer": "a", "task": task} for task in "yx" for number in range(4)]
+    (project.root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (project.root / "eval.jsonl").write_text(json.dumps(rows[-1] | {"prompt": "x"}) + "\n")
+    project.change("rewards", [PARAMS["rewards"][0] | {"tasks": ["x", "z"]}])
+    (tmp_path / "bin").mkdir()
+    for tool in ("git", "dvc"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    told = findings(rloo(project, "check").stdout)
+    for level, where, what in [
+        ("error", "rloo", "the stages run the command rloo, which PATH does not have"),
+        ("warning", "git", "dvc.lock is ignored"),
+        ("error", "dvc.yaml", "stages depend on rloo_pipeline/algorithms.yaml, which is not there"),
+        ("error", "dvc.yaml", "stages depend on the folder sources/policy, which is not there"),
+        ("error", "rewards, letters", "no row of prompts.train has the task z"),
+        ("warning", "rewards, letters", "no row of prompts.eval has the task z"),
+        ("error", "prompts.train", "4 of 8 prompts have a task that no reward applies to"),
+    ]:
+        assert any((one, place) == (level, where) and what in text for one, place, text in told), (what, told)
+    # The prompts that the reward applies to are those that it is called with.
+    assert ("ok", "rewards, letters", "scores of two made-up completions: 0.0555556, 0") in told
+
+
 def test_what_dvc_could_not_write_back(project: Project, rloo: CommandLine) -> None:
     params = (project.root / "params.yaml").read_text()
     quoted = re.sub(
