@@ -63,3 +63,18 @@ def test_images_in_the_hub_cache_need_no_source(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     table = load_prompts(config, tmp_path, 1)["train"].table
     assert table["images"].to_pylist() == [[picture(1)], [picture(2)]]
+
+
+def test_a_dataset_by_its_configuration_and_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "sums").mkdir()
+    for name in ("easy", "hard"):
+        pq.write_table(pa.table({"prompt": [name]}), tmp_path / "sums" / f"{name}.parquet")
+    listed = "".join(f"- config_name: {name}\n  data_files: {name}.parquet\n" for name in ("easy", "hard"))
+    (tmp_path / "sums" / "README.md").write_text(f"---\nconfigs:\n{listed}---\n")
+    # A folder has no revisions, so what is asked of the hub client is looked at.
+    asked, load = [], datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append(k["revision"]) or load(*a, **k))
+    config = DatasetConfig(hub=str(tmp_path / "sums"), name="hard", split="train", revision="v2")
+    assert load_rows(config, tmp_path).to_pylist() == [{"prompt": "hard"}]
+    assert asked == ["v2"]

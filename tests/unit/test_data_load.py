@@ -181,3 +181,11 @@ def test_generator_that_returns_a_dataset_of_the_hub_client(tmp_path: Path) -> N
         "    return made.select([0, 2]).map(lambda row: {'prompt': row['ask'] * 2})\n"
     )
     assert load_generator(tmp_path, code).to_pylist() == [{"ask": "a", "prompt": "aa"}, {"ask": "c", "prompt": "cc"}]
+
+
+def test_csv_of_several_blocks_with_newlines_in_its_cells(tmp_path: Path) -> None:
+    cell = "\n".join("abc" * 100)
+    (tmp_path / "rows.csv").write_text("prompt,n\n" + "".join(f'"{cell}",{n}\n' for n in range(4000)))
+    table = load_file(tmp_path, "rows.csv")
+    assert table["n"].to_pylist() == list(range(4000))
+    assert set(table["prompt"].to_pylist()) == {cell}
