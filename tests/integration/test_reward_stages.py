@@ -16,7 +16,8 @@ from tests.project import PARAMS, Project
 
 # Every fourth completion, counted by its ids' sum, raises.
 REWARD = """
-def score(completions, completion_ids, log_extra, log_metric, **kwargs):
+def score(completions, completion_ids, log_extra, log_metric, trainer_state, **kwargs):
+    log_metric("step", trainer_state.global_step)
     log_extra("tokens", [len(ids) for ids in completion_ids])
     log_metric("rows", len(completions))
     return [1 / (sum(ids) % 4) for ids in completion_ids]
@@ -69,6 +70,7 @@ def test_rows_that_cannot_be_scored_are_left_out_and_say_why(run: Callable[..., 
     assert metrics["rows_invalid"] == metrics["reward/letters_errors"] == broken
     assert metrics["reward/letters_null"] == 0
     assert metrics["log/rows"] == 1  # each row was called alone
+    assert metrics["log/step"] == 1  # sampled after one iteration
     assert metrics["reward/seen_clipped"] > 0
     assert lab.metrics("advantages", "0002")["rows_invalid"] == broken
 
