@@ -197,6 +197,10 @@ def test_files_that_dvc_does_not_watch_are_refused(tmp_path):
         assert read(["photos/a.png"], root=tmp_path, watched=watched)["images"].to_pylist() == [[picture(1)]]
     with pytest.raises(UserError, match=r"row 6, image 1: photos/a\.png is in nothing that `sources` lists"):
         read(["photos/a.png"], root=tmp_path, watched=[Path("photos/b.png")])
+    (tmp_path / "a.png").write_bytes(picture(1))
+    (tmp_path / "photos" / "link.png").symlink_to(tmp_path / "a.png")
+    with pytest.raises(UserError, match="is in nothing that `sources` lists"):
+        read(["photos/link.png"], root=tmp_path, watched=[Path("photos")])
 
 
 def test_columns_that_do_not_fit_are_refused():
