@@ -59,9 +59,7 @@ def load_config(model: Path, trust_remote_code: bool = False) -> Any:
     return config
 
 
-def load_model(
-    model: Path, dtype: str, *, trust_remote_code: bool = False, images: bool = False
-) -> "PreTrainedModel":
+def load_model(model: Path, dtype: str, *, trust_remote_code: bool = False, images: bool = False) -> "PreTrainedModel":
     """The causal language model in a directory, on the device, in evaluation mode; dtype as torch names it.
 
     images: whether it is loaded with what it sees images by.
