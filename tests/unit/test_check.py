@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -16,8 +17,11 @@ from rloo_pipeline.check import memory, tokens
 from rloo_pipeline.check.machine import Device
 from rloo_pipeline.check.machine import memory as compare
 from rloo_pipeline.check.models import look
+from rloo_pipeline.check.project import disk
+from rloo_pipeline.check.prompts import Rendered, twice_begun
 from rloo_pipeline.check.report import Report
 from rloo_pipeline.config import Params, parse_params
+from rloo_pipeline.layout import Layout
 from tests.conftest import CommandLine
 from tests.project import PARAMS, Project
 from tests.tiny import make_model, make_policy, make_tokenizer
@@ -367,6 +371,37 @@ def test_memory(params: Params) -> None:
     }
     (on_gpu, _, _) = memory.needs(params, PARAMETERS, model.config, 6, "vllm", True)
     assert on_gpu.parts == {"weights": 4 * PARAMETERS, "KV cache": 512 * 12}
+    # On a CPU vLLM takes the whole cache that execution grants it: 1 GiB.
+    (on_cpu, _, _) = memory.needs(params, PARAMETERS, model.config, 6, "vllm", False)
+    assert on_cpu.sure == 4 * PARAMETERS + 2**30
+
+
+def test_a_single_iteration_scores_with_one_model(params: Params) -> None:
+    first = params.model_copy(update={"iterations": {"0001": params.iterations["0001"]}})
+    (_, logprobs, _) = memory.needs(first, PARAMETERS, make_model().config, 6, "transformers", False)
+    assert logprobs.parts["weights"] == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize(("short_of", "level"), [(0, "ok"), (1, "error")])
+def test_disk(
+    tmp_path: Path,
+    params: Params,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    short_of: int,
+    level: str,
+) -> None:
+    """Two iterations of weights and two moments in float32, and the initial weights: 28 bytes a parameter."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=28 * PARAMETERS - short_of)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    disk(Layout(tmp_path), params, PARAMETERS, Report())
+    assert capsys.readouterr().out.startswith(f"{level} ")
+
+
+@pytest.mark.parametrize(("ids", "told"), [([1, 1, 5], True), ([1, 5, 1], False)])
+def test_a_prompt_that_begins_twice(capsys: pytest.CaptureFixture[str], ids: list[int], told: bool) -> None:
+    twice_begun(Rendered(np.array([0]), ["x"], [ids]), 1, Report())
+    assert ("two BOS tokens" in capsys.readouterr().out) is told
 
 
 def test_memory_is_compared(params: Params, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,23 @@ def sampled(request, tmp_path_factory):
     return Sampled(tmp_path_factory.mktemp(request.param), request.param)
 
 
+def test_transparency_is_converted_to_rgb(sampled):
+    """The alpha channel is let go, in the prompt's ids and in the pixels alike."""
+    transparent = Image.open(BytesIO(picture(1)))
+    transparent.putalpha(Image.open(BytesIO(picture(5))).convert("L"))
+    plain = transparent.convert("RGB")
+    files = []
+    for image in (transparent, plain):
+        image.save(buffer := BytesIO(), "PNG")
+        files.append(buffer.getvalue())
+    (_, ids), (_, expected_ids) = (sampled.vision.render(PROMPTS[:1], [[file]]) for file in files)
+    assert ids == expected_ids
+    given, expected = (sampled.vision.inputs([[file]], torch.tensor(ids), sampled.model) for file in files)
+    assert given.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(given[name], values, rtol=0, atol=0)
+
+
 def plain_logprobs(sampled, row):
     """By the library's own processor and forward pass of one row, in no batch."""
     owner = sampled.owners[row]
