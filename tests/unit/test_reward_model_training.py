@@ -254,6 +254,15 @@ def test_weights_that_cannot_be_loaded(tmp_path: Path, fault: str) -> None:
         load_base(directory, 1, "here")
 
 
+def test_a_base_that_lacks_a_layer(tmp_path: Path) -> None:
+    settings = json.loads((make_policy(tmp_path) / "config.json").read_text())
+    layers = settings["num_hidden_layers"]
+    settings = {**settings, "num_hidden_layers": layers + 1, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"here: has no weights for model.layers.{layers}.*must be whole"):
+        load_base(tmp_path, 1, "here")
+
+
 def test_a_tokenizer_without_pad_pads_with_eos(tmp_path: Path) -> None:
     make_policy(tmp_path, pad_token_id=None)
     tokenizer = make_tokenizer()
