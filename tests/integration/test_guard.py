@@ -429,7 +429,7 @@ def test_a_pickled_reward_model_is_refused(project: Project, rloo: CommandLine) 
     project.change("sources.judge", {"path": "judge", "used_by": "rewards"})
     done = rloo(project, "rewards", "0001")
     assert done.code == 2
-    assert "reward judge: judge" in done.stderr
+    assert "reward judge: model judge: no .safetensors file" in done.stderr
     assert not (project.root / "executed").exists()
 
 

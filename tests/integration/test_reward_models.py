@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flows import chain
 from rloo_pipeline.config import load_params
-from rloo_pipeline.history import reward_model
 from rloo_pipeline.layout import Layout
+from rloo_pipeline.table import reward_model
 from rloo_pipeline.tracking.book import read_lock
 from rloo_pipeline.tracking.files import read_contents
 from tests.conftest import CommandLine
