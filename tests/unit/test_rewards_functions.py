@@ -274,11 +274,20 @@ HOLDS = (
 )
 
 
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(folder: Path) -> bool:
     """Whether all processes end that the function told of."""
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
-    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not [each for each in psutil.wait_procs(left, timeout=20)[1] if each.status() != psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + 20
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(lives, pids))
 
 
 def test_what_a_hanging_function_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
