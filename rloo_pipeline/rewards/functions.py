@@ -16,7 +16,7 @@ from rloo_pipeline.progress import progress, say
 from rloo_pipeline.reward_config import FunctionReward
 from rloo_pipeline.rewards.call import TrainerState, dataset_columns
 from rloo_pipeline.rewards.frames import Message
-from rloo_pipeline.rewards.scored import Score, Scored, applies_to, spread
+from rloo_pipeline.rewards.scored import Score, Scored, applies_to, spread, summed
 from rloo_pipeline.rewards.worker_process import Call, Functions, WorkerProcess
 from rloo_pipeline.schema import CALL_ARGUMENTS
 
@@ -157,19 +157,16 @@ class _Scorer:
         scores: list[float | None] = []
         errors: dict[int, str] = {}
         extra: dict[int, dict[str, object]] = {}
-        logged: dict[str, tuple[float, int]] = {}
         for start, reply in zip(range(0, len(replies) * count, count), replies, strict=True):
             scores += reply["scores"]
             errors |= {start + int(row): reason for row, reason in reply["errors"].items()}
             for column, values in reply["extra"].items():
                 for row, value in enumerate(values, start):
                     extra.setdefault(row, {})[column] = value
-            for name, value in reply["metrics"].items():
-                total, rows = logged.get(name, (0.0, 0))
-                logged[name] = (total + value * count, rows + count)
             for misfit in reply["misfits"]:
                 self._say_once(f"reward {config.name}: {misfit}")
-        return Scored(np.array(scores, np.float64), errors, extra, logged)
+        logged = [{name: (value * count, count) for name, value in reply["metrics"].items()} for reply in replies]
+        return Scored(np.array(scores, np.float64), errors, extra, summed(logged))
 
     def _say_once(self, line: str) -> None:
         if line not in self.said:

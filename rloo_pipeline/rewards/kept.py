@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rloo_pipeline.files import remove, write_json
 from rloo_pipeline.reward_config import RewardBase
-from rloo_pipeline.rewards.scored import Score, Scored
+from rloo_pipeline.rewards.scored import Score, Scored, summed
 from rloo_pipeline.shards import read_table, shard_name, write_shards
 
 COLUMNS = {"score": pa.float64(), "error": pa.string(), "extra": pa.string(), "logged": pa.string()}
@@ -65,7 +65,7 @@ class Kept:
         logged = [found.logged for found in scored.values() if found.logged]
         path = self.notes / f"{index:05d}.json"
         if errors or logged:
-            write_json(path, {"errors": errors, "logged": _summed(logged)})
+            write_json(path, {"errors": errors, "logged": summed(logged)})
         else:
             remove(path)
 
@@ -76,17 +76,8 @@ class Kept:
         for note in notes:
             for name, number in note["errors"].items():
                 errors[name] += number
-        sums = _summed([note["logged"] for note in notes])
+        sums = summed([note["logged"] for note in notes])
         return Counted(errors, {name: total / rows for name, (total, rows) in sums.items()})
-
-
-def _summed(logged: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:
-    sums: dict[str, tuple[float, float]] = {}
-    for part in logged:
-        for name, (total, rows) in part.items():
-            before = sums.get(name, (0.0, 0))
-            sums[name] = (before[0] + total, before[1] + rows)
-    return sums
 
 
 def _table(scored: Mapping[str, Scored]) -> pa.Table:

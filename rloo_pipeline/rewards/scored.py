@@ -32,6 +32,16 @@ class Scored:
 Score = Callable[[pa.Table], dict[str, Scored]]  # of the components that are scored together, by name
 
 
+def summed(logged: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+    """What was logged of several calls as one: sums of value x rows, and rows, by name."""
+    sums: dict[str, tuple[float, int]] = {}
+    for part in logged:
+        for name, (total, rows) in part.items():
+            before = sums.get(name, (0.0, 0))
+            sums[name] = (before[0] + total, before[1] + rows)
+    return sums
+
+
 def place(rows: pa.Table, row: int) -> str:
     """How messages name a row of completions."""
     prompt_id, sample = rows["prompt_id"][row].as_py(), rows["sample_index"][row].as_py()

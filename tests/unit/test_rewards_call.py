@@ -203,7 +203,10 @@ def test_logs() -> None:
 def test_whatever_is_logged_can_be_kept_as_json(value: Any) -> None:
     logs = Logs()
     logs.log_extra("any", [value])
-    json.dumps(logs.told(1), allow_nan=False)
+    told_as = json.loads(json.dumps(logs.told(1), allow_nan=False))
+    assert list(told_as["extra"]) == ["any"]
+    assert len(told_as["extra"]["any"]) == 1
+    assert told_as["misfits"] == []
 
 
 def test_a_function_without_kwargs_is_told_what_it_needs() -> None:

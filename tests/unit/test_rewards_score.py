@@ -188,3 +188,12 @@ def test_functions_alone_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_shard_that_is_scored_anew_leaves_no_older_note(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "work")
+    kept.note(0, {"a": Scored(np.array([np.nan]), {0: "broken"}, logged={"size": (6.0, 2)})})
+    kept.note(1, {"a": Scored(np.array([np.nan]), {0: "broken"}, logged={"size": (2.0, 2)})})
+    assert kept.counted() == Counted({"a": 2}, {"size": 2.0})
+    kept.note(0, {"a": Scored(np.array([1.0]))})
+    assert kept.counted() == Counted({"a": 1}, {"size": 1.0})
